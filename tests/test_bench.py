@@ -401,7 +401,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     page.write_text(f"Before\n\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\n\nAfter\n")
     given = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--encodings", "none,alibi", "--docs_file", str(page)]
     given += ["--output_dir", str(tmp_path), "--parts_dir", str(tmp_path / "parts")]
-    with pytest.raises(SystemExit, match="nothing could be measured in rotation-12-fp7: "):
+    with pytest.raises(SystemExit, match="nothing could.*in rotation-12-fp7: "):
         bench.main(given)
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [*found["groups"]] == ["forward-12-fp32", "rotation-12-fp7"] and found["machine"]["threads"] == 1

@@ -45,7 +45,7 @@ def test_later_tokens_change_nothing(name, encoding):
 
 def test_encoders_of_the_same_classes_stay_encoders():
     for name, changes in (("XLM", {"causal": False}), ("BlipText", {"is_decoder": False})):
-        with pytest.raises(ValueError, match="'fox' is defined for attention to earlier tokens alone"):
+        with pytest.raises(ValueError, match="'fox' requires causal attention"):
             hf_posenc.patch(tiny(f"{name}Model", **changes), "fox")
         assert hf_posenc.patch(tiny(f"{name}Model", **changes), {"type": "alibi", "sides": "one_sided"})
 
@@ -85,7 +85,7 @@ def test_written_out_decoders_with_wider_keys_or_one_key_head(name, encoding, op
 def test_prefixes_of_another_width_are_refused():
     model = hf_posenc.patch(stock("llama", "ForCausalLM"), "pope")
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ValueError, match=r"makes keys of 16 features, and the cache holds some of another size.*prefix tuning"):
+    with pytest.raises(ValueError, match=r"keys of 16 features.*prefix tuning"):
         model(tokens())
 
 
@@ -98,7 +98,7 @@ def test_bidirectional_decoders(name, changes, tmp_path):
     """`config.is_causal=False` makes a decoder see later tokens, and an encoding distinguish them."""
     model = tiny(f"{name}Model", **{**TWO_WAYS[name], **changes})
     for encoding in ("cope", "fox", "xpos"):
-        with pytest.raises(ValueError, match=f"'{encoding}' is defined for attention to earlier tokens alone"):
+        with pytest.raises(ValueError, match=f"'{encoding}' requires causal attention"):
             hf_posenc.patch(model, encoding)
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, :3] = 0
@@ -135,9 +135,7 @@ def test_causal_flags_that_change_after_patching(name):
     for flag, value in (("is_causal", False), *([("is_decoder", False)] if name == "Bert" else [])):
         before = getattr(model.config, flag, None)
         setattr(model.config, flag, value)
-        with pytest.raises(
-            ValueError, match=rf"{flag}=False changes which tokens.*set it in the config before the model is built"
-        ):
+        with pytest.raises(ValueError, match=rf"{flag}=False changes.*in the config"):
             model(ids)
         setattr(model.config, flag, True if before is None else before)
     assert torch.equal(first(model(ids)), expected)
@@ -158,5 +156,5 @@ def test_only_the_decoder_of_two_stacks_follows_the_flag():
     assert not model.decoder.posenc.geometry.is_causal and not model.encoder.posenc.geometry.is_causal
     with pytest.raises(ValueError, match="is_causal=True changes"):
         model(tokens(), is_causal=True)
-    with pytest.raises(ValueError, match="'xpos' is defined for attention to earlier tokens alone"):
+    with pytest.raises(ValueError, match="'xpos' requires causal attention"):
         hf_posenc.patch(hf_posenc.unpatch(model), "xpos", where="decoder")

@@ -43,13 +43,13 @@ def test_another_type_on_load(tmp_path):
     [
         ({"type": "rope", "angle": 1.0}, "no option 'angle'"),
         ({"type": "rope", "theta": -1.0}, "theta=-1.0"),
-        ({"type": "nothing"}, "unknown position encoding 'nothing'"),
+        ({"type": "nothing"}, "Unknown position encoding 'nothing'"),
         ({"theta": 1.0}, "a name or a dict"),
-        ("rope?", "unknown position encoding"),
+        ("rope?", "Unknown position encoding"),
         (["rope"], "a name or a dict"),
         ({"type": "rope", "max_length": "long"}, "max_length='long'"),
-        ({"type": "rope", "original": {"kept": True}}, "not to be edited"),
-        ({"type": "rope", "original": 7}, "not to be edited"),
+        ({"type": "rope", "original": {"kept": True}}, "must not be edited"),
+        ({"type": "rope", "original": 7}, "must not be edited"),
         ({"type": "rope", "max_length": -1}, "max_length=-1"),
     ],
 )

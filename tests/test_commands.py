@@ -248,28 +248,25 @@ REFUSED = [
     *(
         (f"patch bert-base-uncased {given} --output-dir {{new}}", words)
         for given, words in (
-            ("alibbi", "unknown position encoding 'alibbi' (did you mean 'alibi'?)"),
+            ("alibbi", "Unknown position encoding 'alibbi' (did you mean 'alibi'?)"),
             ("rope --option thetta=3", "has no option 'thetta' (did you mean 'theta'?)"),
             ("rope --inject every_layr", "did you mean 'every_layer'?"),
             ("rope --where encodr", "did you mean 'encoder'?"),
-            ("rope --import my_encodings", "goes before the subcommand"),
-            ("rope --option 'theta=[1, 2]'", "rope.theta=[1, 2]: allowed is a finite number above 1"),
-            ("rope --option theta", "'theta': give name=value"),
-            ("rope --option =3", "'=3': give name=value"),
-            ("rope --option theta=3 --option theta=4", "'theta=4': 'theta' is given twice"),
-            ("""'{"type": "rope", "theta": 3}' --option theta=4""", "'theta' is given twice"),
-            *(
-                (f"rope --option {name}=3", f"'{name}' is no option of an encoding; see hf-posenc patch --help")
-                for name in NO_OPTIONS
-            ),
+            ("rope --import my_encodings", "before the subcommand"),
+            ("rope --option 'theta=[1, 2]'", "rope.theta=[1, 2] isn't valid. It must be a finite number above 1."),
+            ("rope --option theta", "'theta' must have the form name=value"),
+            ("rope --option =3", "'=3' must have the form name=value"),
+            ("rope --option theta=3 --option theta=4", "'theta=4': 'theta' is set twice"),
+            ("""'{"type": "rope", "theta": 3}' --option theta=4""", "'theta' is set twice"),
+            *((f"rope --option {name}=3", f"'{name}' isn't an option of an encoding") for name in NO_OPTIONS),
             *((f"rope --option {name}=3", f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
             *((f"rope --{flag}{'[' * 100_000}", "is nested too deeply") for flag in WITH_VALUES),
             *((f"rope --{flag}{'9' * 5_000}", "is an integer with too many digits") for flag in WITH_VALUES),
-            ("'{type: rope}'", "is no JSON"),
-            (f"""'{'{"type":' * 100_000}'""", "is no JSON: it is nested too deeply"),
+            ("'{type: rope}'", "isn't valid JSON"),
+            (f"""'{'{"type":' * 100_000}'""", "isn't valid JSON: it is nested too deeply"),
             ("""'{"type": "rope", "theta": 3, "theta": 4}'""", "has the entry 'theta' twice"),
-            ("""'{"theta": 3}'""", "a position encoding is a name or a dict"),
-            ("alibi --inject every_layer", "'alibi' makes none"),
+            ("""'{"theta": 3}'""", "A position encoding must be a name or a dict"),
+            ("alibi --inject every_layer", "'alibi' adds no vectors"),
             ("sinusoidal --inject output", "inject='output'"),
             ("alibi --max-length 0", "max_length=0"),
         )
@@ -277,10 +274,10 @@ REFUSED = [
     ("patch bert-alibi rope --output-dir {new}", "already"),
     ("extend bert-base-uncased --max-length 640 --method linar --output-dir {new}", "did you mean 'linear'?"),
     ("extend gpt2 --max-length 256 --method keep_first --option kep=3 --output-dir {new}", "did you mean 'keep'?"),
-    ("extend bert-alibi --output-dir {new}", "give the new maximum length, --max-length or --no-limit"),
+    ("extend bert-alibi --output-dir {new}", "Set --max-length or --no-limit"),
     (
         "extend bert-alibi --max-length 9 --no-limit --output-dir {new}",
-        "--max-length 9 and --no-limit: give one of them, not both",
+        "--max-length 9 and --no-limit exclude each other",
     ),
     ("extend bert-alibi --max-length 9 --output-dir {new}", "max_length=9 is below the current maximum length"),
     ("extend bert-alibi --max-length 0 --output-dir {new}", "max_length=0"),
@@ -371,7 +368,7 @@ def test_factors_of_a_rule(workplace):
     invoke(shlex.split(f"{line}={twos} --output-dir new"))
     assert hf_posenc.inspect("new").options["long_factor"] == [2.0] * (llama.config.head_dim // 2)
     error = invoke(shlex.split(f"{line}=2 --output-dir newer"), code=1)[1]
-    assert "allowed is None or a list in which each value is a finite number above 0" in error
+    assert "must be None or a list in which each value is a finite number above 0" in error
 
 
 def test_a_part_of_a_model_is_reported_on(workplace):
@@ -379,7 +376,7 @@ def test_a_part_of_a_model_is_reported_on(workplace):
     line = "extend openai/clip-vit-base-patch32 --max-length 64 --method linear --output-dir new --submodel"
     printed, _ = invoke([*shlex.split(line), "text_model"])
     assert "CLIPTextModel" in printed and maximum_length(printed) == "64 tokens"
-    assert "The tokenizer's model_max_length was 24, and is 64 now." in printed
+    assert "The tokenizer's model_max_length changed from 24 to 64." in printed
     assert json.loads(invoke(["inspect", "new", "--submodel", "text_model", "--json"])[0])["max_length"] == 64
     seen = invoke(shlex.split("patch openai/clip-vit-base-patch32 alibi --submodel vision_model --output-dir seen --json"))[0]
     document = json.loads(seen)
@@ -395,8 +392,8 @@ def test_lengths_are_said_in_words(workplace, monkeypatch):
     load = AutoTokenizer.from_pretrained
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: loaded.append(name) or load(name, **options))
     printed, _ = invoke(shlex.split("extend bert-alibi --no-limit --output-dir new"))
-    assert "The tokenizer's model_max_length was 32, and is unlimited now." in printed and loaded == ["bert-alibi"]
-    assert "To load it, `import hf_posenc` first" in printed
+    assert "model_max_length changed from 32 to unlimited." in printed and loaded == ["bert-alibi"]
+    assert "`import hf_posenc` first" in printed
     printed, _ = invoke(shlex.split("patch bert-base-uncased alibi --max_length 40 --output_dir newer --json"))
     assert json.loads(printed)["lengths"] == {"model_max_length": {"before": 512, "after": 40}}
 
@@ -407,9 +404,9 @@ def test_the_length_of_a_sentence_transformer_comes_back(minilm, tmp_path):
     from sentence_transformers import SentenceTransformer
 
     line = ["extend", minilm, "--max-length", 1024, "--method", "dynamic", "--output-dir", tmp_path / "longer"]
-    assert "max_seq_length was 256, and is 1024 now." in invoke(line)[0]
+    assert "max_seq_length changed from 256 to 1024." in invoke(line)[0]
     line = ["unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back"]
-    assert "max_seq_length was 1024, and is 256 now." in invoke(line)[0]
+    assert "max_seq_length changed from 1024 to 256." in invoke(line)[0]
     before, after = (SentenceTransformer(str(path), device="cpu") for path in (minilm, tmp_path / "back"))
     assert after.max_seq_length == 256
     text = ["the quick brown fox " * 90]

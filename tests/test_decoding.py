@@ -35,7 +35,7 @@ def test_a_decode_step_rotates_one_key(monkeypatch):
 def test_a_static_cache_keeps_the_promise():
     """Its size is checked against max_length; reading how full it is would wait for a GPU."""
     model = patched("gpt2", "alibi", "LMHeadModel", max_length=12)
-    with pytest.raises(ValueError, match="a static cache of 16 tokens is longer than max_length=12"):
+    with pytest.raises(ValueError, match="static cache of 16 tokens is longer than max_length=12"):
         model(tokens(1, 5), **{CACHE: StaticCache(config=model.config, max_cache_len=16)})
     model(tokens(1, 5), **{CACHE: StaticCache(config=model.config, max_cache_len=12)})
 
@@ -87,7 +87,7 @@ def test_a_cache_changed_by_its_own_methods(encoding):
             step(cache, [0, 1, 2])
     cache = filled()
     cache.layers[0].keys, cache.layers[0].values = cache.layers[0].keys[:, :, :5], cache.layers[0].values[:, :, :5]
-    with pytest.raises(ValueError, match="holds 5 keys, for a batch of 3, but knows the positions of .3, 6.*begin with a new"):
+    with pytest.raises(ValueError, match="holds 5 keys for a batch of 3.*3, 6.*new cache"):
         model(ids[:, 6:], **{CACHE: cache})
 
 
@@ -134,7 +134,7 @@ def test_a_plain_cache_stays_as_it_is():
 def test_a_mask_shorter_than_what_is_cached():
     model = patched("gpt2", "alibi")
     cache = model(tokens(2, 5), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="attention_mask has 1 columns for 5 cached and 1 new tokens: give one for each"):
+    with pytest.raises(ValueError, match="attention_mask has 1 columns for 5 cached and 1 new tokens"):
         model(tokens(2, 1), attention_mask=torch.ones(2, 1), **{CACHE: cache})
 
 
@@ -178,9 +178,9 @@ def test_continuous_batching():
     settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [tokens(1, 5)[0].tolist(), tokens(1, 9, seed=3)[0].tolist()]
     biased = patched("llama", "alibi", "ForCausalLM")
-    with pytest.raises(ValueError, match="continuous batching .generate_batch. .*no bias by distance.*use model.generate"):
+    with pytest.raises(ValueError, match="generate_batch.*biases.*model.generate"):
         biased.generate_batch(prompts, generation_config=settings)
-    with pytest.raises(ValueError, match="use model.generate with a padded batch"):
+    with pytest.raises(ValueError, match="model.generate with a padded batch"):
         biased(tokens(1, 5), read_index=[])
     rotated = patched("llama", "rope+logn", "ForCausalLM")
     with pytest.raises(ValueError, match="LlamaAttention.*unrotated"):  # as of an attention whose cache isn't wrapped

@@ -18,7 +18,7 @@ from models import stock
 from page_worker import blocks
 from tools.hosts import tiny
 
-PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
+PAGES = {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/README.md")}
 PAGES |= {path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
 NOTEBOOKS = {path.name: path for path in sorted((ROOT / "docs").glob("*.ipynb"))}
 NOUNS = [

@@ -164,7 +164,7 @@ def test_passkeys_differ_and_come_out_the_same(tokenizer):
 
 def test_no_room_for_filler(tokenizer):
     least = passkeys.least_length(tokenizer)
-    with pytest.raises(ValueError, match=f"length={least - 1}: .* take {least - 1} tokens"):
+    with pytest.raises(ValueError, match=f"length={least - 1} .* take {least - 1} tokens"):
         passkeys.passkey(tokenizer, least - 1, 0.5, "12345")
     with pytest.raises(ValueError, match=r"part=1\.5"):
         passkeys.passkeys(tokenizer, least, 1.5, 1, 0)

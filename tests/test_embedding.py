@@ -119,7 +119,7 @@ def test_chunks_equal_the_whole(name, padding):
 def test_max_length_is_a_promise(name):
     layer = make(name, max_length=7)
     for length, past in ((8, 0), (3, 5), (2, 6)):
-        with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
+        with pytest.raises(ValueError, match="8 positions.*max_length=7"):
             layer(embeds(1, length), past_length=past)
         assert layer(embeds(1, length - 1), past_length=past).shape == (1, length - 1, D)
     if "max_length" not in LAYERS[name]:
@@ -354,12 +354,12 @@ def test_encodings_that_do_not_embed_belong_into_a_model(kind):
     [
         *(({"hidden_size": size}, f"hidden_size={size}") for size in (None, 0, True, 8.0)),
         *(({"encoding": "learned", "max_length": longest}, f"max_length={longest}") for longest in (0, -1, 2.5)),
-        ({"encoding": "learned"}, "give max_length"),
+        ({"encoding": "learned"}, "Pass max_length"),
         ({"max_length": True}, "max_length=True"),
         ({"dropout": 1.5}, "1.5"),
         ({"rows": 5}, "no option 'rows'"),
         ({"encoding": {"type": "sinusoidal", "base": 0.5}}, "sinusoidal.base=0.5"),
-        ({"encoding": "sinusodial"}, "unknown position encoding 'sinusodial'"),
+        ({"encoding": "sinusodial"}, "Unknown position encoding 'sinusodial'"),
         ({"encoding": None}, "a name or a dict"),
     ],
     ids=str,
@@ -371,7 +371,7 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.parametrize("shape", [(5, D), (2, 5, D + 1), (2, 5, 1), (1, 2, 5, D)])
 def test_wrong_input_shapes(shape):
-    with pytest.raises(ValueError, match=rf"shape \({', '.join(map(str, shape))}\): expected .*{D}"):
+    with pytest.raises(ValueError, match=rf"shape \({', '.join(map(str, shape))}\).*{D}"):
         make("sinusoidal")(torch.zeros(shape))
 
 
@@ -397,7 +397,7 @@ def test_positions_and_masks_that_do_not_fit_the_input(batch, arguments):
 @pytest.mark.parametrize("ids", [[[0, MAX]], [[-1, 0]]])
 def test_position_ids_beyond_the_table(ids):
     low, high = min(ids[0]), max(ids[0])
-    message = f"from {low} to {high} don't fit a learned table of {MAX} rows" if high < MAX else f"{MAX + 1} positions are more"
+    message = f"from {low} to {high} don't fit {MAX} learned" if high < MAX else f"{MAX + 1} positions are more"
     with pytest.raises(ValueError, match=message):
         make("learned")(embeds(1, 2), position_ids=torch.tensor(ids))
     assert make("learned")(embeds(1, 2), position_ids=torch.tensor([[0, MAX - 1]])).isfinite().all()

@@ -58,7 +58,7 @@ def test_language_models_by_their_loss(folder):
     assert found["endless"]["mean"] == pytest.approx(curve.mean, rel=1e-5)
     assert "40 tokens" in run(folder, "eval", "endless", *given)
     assert json.loads(run(folder, "eval", "short", "endless", *given, "--json")) == found
-    assert "Error: no model reads 40 tokens: give" in run(folder, "eval", "short", *given, code=1)
+    assert "Error: No model supports 40 tokens" in run(folder, "eval", "short", *given, code=1)
 
 
 def test_others_by_retrieval(folder):
@@ -84,9 +84,9 @@ def test_others_by_retrieval(folder):
     ("words", "error"),
     [
         (("eval", "short", "embeds", "--texts", "texts.jsonl"), "short by their loss, embeds by retrieval"),
-        (("eval", "short", "--texts", "texts.jsonl", "--queries", "questions.jsonl"), "evaluated by its loss: leave it out"),
-        (("eval", "short", "short", "--texts", "texts.jsonl"), "two models are called 'short'"),
-        (("bench", "short", "--length", "999"), "length=999: short read fewer tokens"),
+        (("eval", "short", "--texts", "texts.jsonl", "--queries", "questions.jsonl"), "--queries"),
+        (("eval", "short", "short", "--texts", "texts.jsonl"), "Two models are named 'short'"),
+        (("bench", "short", "--length", "999"), "length=999 is above the maximum length of short"),
         (("bench", "short", "--device", "nothing"), "--device 'nothing'"),
     ],
 )

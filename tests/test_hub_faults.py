@@ -73,15 +73,15 @@ def pushed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "logged"),
     [
-        ("create-500", "the Hub: status 500; attempt 2 of 3"),
-        ("create-lost", "the Hub: RemoteProtocolError; attempt 2 of 3"),
-        ("card-500", "the Hub: status 500; attempt 2 of 3"),
-        ("yaml-503", "the Hub: JSONDecodeError; attempt 2 of 3"),
+        ("create-500", "The Hub: status 500. Attempt 2 of 3"),
+        ("create-lost", "The Hub: RemoteProtocolError. Attempt 2 of 3"),
+        ("card-500", "The Hub: status 500. Attempt 2 of 3"),
+        ("yaml-503", "The Hub: JSONDecodeError. Attempt 2 of 3"),
         ("preupload-429", "Retrying in"),  # by the client itself, as the next two
         ("put-cut", "Retrying in"),
         ("put-500", "Retrying in"),
-        ("commit-429", "the Hub: status 429; attempt 2 of 3 in 1.0 s"),
-        ("commit-503", "the Hub: status 503; attempt 3 of 3"),
+        ("commit-429", "The Hub: status 429. Attempt 2 of 3 in 1.0 s"),
+        ("commit-503", "The Hub: status 503. Attempt 3 of 3"),
         ("reply-lost", ""),
         ("reply-504", ""),
     ],
@@ -126,8 +126,8 @@ def test_a_push_that_fails_changes_nothing_and_the_next_goes_through(pushed, nam
 
 def test_a_hub_that_does_not_answer(pushed):
     result = pushed.results["unreachable"]
-    assert result["error"].startswith("ConnectionError: the Hub doesn't answer (Server disconnected")
-    assert "push again later, or set HF_HUB_OFFLINE=1" in result["error"]
+    assert result["error"].startswith("ConnectionError: The Hub didn't answer (Server disconnected")
+    assert "Push again later, or set HF_HUB_OFFLINE=1" in result["error"]
     assert "RepositoryNotFoundError" in result["head"] or "is not a local folder" in result["head"]
     assert result["then"] == "new"
 

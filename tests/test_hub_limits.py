@@ -103,7 +103,7 @@ def hushed(request, tmp_path_factory):
 
 def test_silence_ends_in_time_and_by_name(hushed):
     kind, done = hushed
-    late = f"TimeoutError: the push wasn't done by its deadline of {DEADLINES[kind]} s"
+    late = f"TimeoutError: The push didn't finish before its deadline of {DEADLINES[kind]} s"
     assert not done.unmet
     for name in KINDS[kind]:
         result = done.results[name]
@@ -113,7 +113,7 @@ def test_silence_ends_in_time_and_by_name(hushed):
             assert "oid" in result, (name, result)
             assert result["oid"] in {line[-1].sha for line in lines} and whole(done, name) == 1, name
         else:
-            expected = late if kind == "trickle" else (late, "ConnectionError: the Hub doesn't answer (timed out), in 2 att")
+            expected = late if kind == "trickle" else (late, "ConnectionError: The Hub didn't answer (timed out) in 2 att")
             assert result["error"].startswith(expected), (name, result)
             assert result["seconds"] < DEADLINES[kind] or name != "sleep", "what can't be in time ends at once"
             assert whole(done, name) == 0 or (kind, name) == ("trickle", "at-commit"), name

@@ -198,7 +198,7 @@ def test_a_cache_that_counts_in_a_layer_without_keys():
     """The stock model goes on from position 0, which is wrong; so would ours."""
     model = of("minimax", "alibi", layer_types=[LINEAR, FULL])
     cache = model(tokens(2, 5), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="counts 0 tokens and holds keys of 5.*use_cache=False"):
+    with pytest.raises(ValueError, match="counts 0 tokens, but holds keys of 5.*use_cache=False"):
         model(tokens(2, 1), **{CACHE: cache}, use_cache=True)
 
 
@@ -211,9 +211,9 @@ def test_layers_are_the_hosts():
     six = dict(num_hidden_layers=6, attn_layer_indices=[1, 4])
     model = hf_posenc.patch(of("bamba", **six), "rope+alibi", rope__layers="1:4:3", alibi__layers=[-2])
     assert hf_posenc.inspect(model).layers == {"rope": (1,), "alibi": (4,)}
-    with pytest.raises(ValueError, match=r"layers of 'alibi' name 0, 2, in which this model has no attention: it has one in 1"):
+    with pytest.raises(ValueError, match=r"layers of 'alibi' include 0, 2, .*attention, .*: 1\."):
         hf_posenc.patch(of("bamba"), "alibi", layers="0::2")
-    with pytest.raises(ValueError, match="name 2, in which this model has no attention: it has one in 1, 4, counted from 0"):
+    with pytest.raises(ValueError, match="include 2, .*counted from 0: 1, 4"):
         hf_posenc.patch(of("bamba", **six), "alibi", layers=[1, 2])
 
 

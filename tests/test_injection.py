@@ -49,7 +49,7 @@ def test_injected_vectors_have_the_width_of_the_layers(host, inject):
     """Where the layers are wider than the host's table."""
     assert hf_posenc.patch(stock(host), "learned").posenc.weight.shape == (LENGTH, 16)
     assert hf_posenc.patch(stock(host), "learned", inject=inject).posenc.weight.shape == (LENGTH, 32)
-    with pytest.raises(ValueError, match=r"table has 16 columns, but vectors of 32 are added here: choose init='normal'"):
+    with pytest.raises(ValueError, match=r"size 16, .* size 32 .*init='normal'"):
         hf_posenc.patch(stock(host), "learned", inject=inject, init="host")
     hf_posenc.patch(stock("bert"), "learned", inject=inject, init="host")
 
@@ -109,15 +109,15 @@ def test_injection_is_saved(tmp_path):
 @pytest.mark.parametrize(
     ("encoding", "inject", "words"),
     [
-        ("alibi", "every_layer", "inject='every_layer' says where vectors are added, but 'alibi' makes none"),
-        ("rope+shaw", "after_attention", r"inject='after_attention' .* but 'rope\+shaw' makes none"),
+        ("alibi", "every_layer", "inject='every_layer' .* but 'alibi' adds no vectors"),
+        ("rope+shaw", "after_attention", r"inject='after_attention' .* but 'rope\+shaw' adds no vectors"),
         (
             "sinusoidal",
             "each_layer",
-            r"inject='each_layer' \(did you mean 'every_layer'\?\): allowed is 'input', 'every_layer'",
+            r"inject='each_layer' \(did you mean 'every_layer'\?\) .*'input', 'every_layer'",
         ),
-        ("sinusoidal", None, "inject=None: allowed is 'input'"),
-        ("alibi", "output", "inject='output': allowed is 'input'"),
+        ("sinusoidal", None, "inject=None .*'input'"),
+        ("alibi", "output", "inject='output' .*'input'"),
     ],
 )
 def test_wrong_inject(encoding, inject, words):

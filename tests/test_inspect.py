@@ -77,12 +77,12 @@ def test_what_is_no_model(tmp_path):
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text(json.dumps(unknown))
     for given, words in (
-        (nn.Linear(1, 1), "Linear is not, and wraps, no model"),
+        (nn.Linear(1, 1), "Linear"),
         (tiny("ResNetModel"), "ResNetModel"),
-        (None, "a model is needed, or the config, folder or Hub id of one, not None"),
-        ({"model_type": "bert"}, "a model is needed"),
-        (tmp_path, "has no config.json: give the folder or Hub id"),
-        (tmp_path / "unknown", "no class of Transformers is known for EncoderDecoderConfig"),
+        (None, "Hub.*None"),
+        ({"model_type": "bert"}, "Pass a model"),
+        (tmp_path, "has no config.json"),
+        (tmp_path / "unknown", "no class for EncoderDecoderConfig"),
     ):
         with pytest.raises(ValueError, match=words):
             hf_posenc.inspect(given)

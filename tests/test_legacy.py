@@ -255,11 +255,11 @@ def test_trained_saved_and_loaded(saved, tmp_path, family, kind):
 
 def test_unpatch_has_nothing_to_bring_back(saved):
     folder = saved("bert")
-    with pytest.raises(ValueError, match="made from scratch with its encoding, or by from_v4"):
+    with pytest.raises(ValueError, match="from scratch or by from_v4"):
         hf_posenc.unpatch(hf_posenc.from_v4(folder))
     for change in (hf_posenc.patch, hf_posenc.convert):
         more = {} if change is hf_posenc.patch else {"texts": []}
-        with pytest.raises(ValueError, match="no other positions to go back to"):
+        with pytest.raises(ValueError, match="no original positions"):
             change(hf_posenc.from_v4(folder), "alibi", **more)
 
 
@@ -322,10 +322,10 @@ def test_models_without_their_vectors(saved):
     for kind in KINDS:
         model = transformers.AutoModel.from_pretrained(saved("esm", kind))
         for encoding in (kind, "alibi"):
-            with pytest.raises(ValueError, match=rf"'{kind}' .* no positions to replace: hf_posenc\.from_v4"):
+            with pytest.raises(ValueError, match=rf"'{kind}'.* no positions to replace.*hf_posenc\.from_v4"):
                 hf_posenc.patch(model, encoding)
     model = transformers.AutoModel.from_pretrained(saved("bert"))
-    with pytest.raises(ValueError, match="no original to calibrate against"):
+    with pytest.raises(ValueError, match="can't be calibrated"):
         hf_posenc.convert(model, "t5", texts=[{"input_ids": torch.full((30, 8), 5)}])
     with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
         hf_posenc.extend(model, 64, "linear")
@@ -339,10 +339,10 @@ def test_what_is_no_such_checkpoint(saved, tmp_path):
     stock("bert").save_pretrained(tmp_path / "stock")
     refused("position_embedding_type='absolute'", tmp_path / "stock")
     hf_posenc.from_v4(DATA / "bert").save_pretrained(tmp_path / "new")
-    refused(r"already: load it with AutoModel\.from_pretrained", tmp_path / "new")
+    refused(r"AutoModel\.from_pretrained", tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    refused(r"has no config\.json: .* subfolder=", tmp_path / "empty")
-    refused("takes a folder or a Hub id, not a BertModel: a model that Transformers 5 has", stock("bert"))
+    refused(r"has no config\.json.*subfolder", tmp_path / "empty")
+    refused("Hub ID, not a BertModel", stock("bert"))
 
 
 def test_tables_that_are_missing_or_of_other_sizes(saved):
@@ -352,9 +352,9 @@ def test_tables_that_are_missing_or_of_other_sizes(saved):
     table = weights.pop(name)
     elsewhere = {other: table.clone() for other in (name.replace("attention", "crossattention"), name.replace("r.1", "r.7"))}
     for more, words in (
-        ({}, rf"has no {name}.*take the checkpoint that v4 saved"),
+        ({}, rf"has no {name}.*the checkpoint that v4 saved"),
         *(
-            ({name: part.contiguous()}, rf"{name} has the shape \({len(part)}, {part.shape[1]}\), .*\(19, 4\)")
+            ({name: part.contiguous()}, rf"{name} has shape \({len(part)}, {part.shape[1]}\), .*\(19, 4\)")
             for part in (table[:-2], table[:, :2], table[:-1])
         ),
         *(({name: table, other: each}, rf"{other}.*no self-attention of that name") for other, each in elsewhere.items()),
@@ -367,7 +367,7 @@ def test_pickles(saved):
     folder = saved("bert")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused(r"has no model\.safetensors, and other weights are pickles.*Transformers v4", folder)
+    refused(r"Transformers", folder)
     index = {"metadata": {}, "weight_map": {"bert.embeddings.word_embeddings.weight": "pytorch_model.bin"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused("not a safetensors file and was not opened", folder)
@@ -378,16 +378,16 @@ def test_families_and_classes(saved):
     refused("relative_key_query follows", saved(*UNSERVED), **unsupported)
     refused(r"lilt.*v4\.md", saved("roberta", "relative_key", model_type="lilt"), **unsupported)
     folder = saved("roberta", "relative_key_query", model_type="wav2vec2-bert")
-    refused("'wav2vec2-bert' with its relative positions: load it with from_pretrained", folder)
+    refused(r"wav2vec2\-bert.*from_pretrained", folder)
     folder = saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"})
     refused("position_embedding_type='relative_key' in its text_config", folder, **unsupported)
     folder = saved("bert")
-    refused("RobertaModel is not for a 'bert' model", folder, transformers.RobertaModel)
+    refused("RobertaModel.*bert", folder, transformers.RobertaModel)
     auto = transformers.AutoModelForSpeechSeq2Seq
-    refused("AutoModelForSpeechSeq2Seq has no class for a 'bert' model", folder, auto)
+    refused("AutoModelForSpeechSeq2Seq has no class for 'bert'", folder, auto)
     refused("auto_class='AutoModel'", folder, "AutoModel")
     refused("max_length=0", folder, max_length=0)
-    refused("has vectors for 10 positions, too: leave it out", saved("bert-generation"), max_length=20)
+    refused("max_length=20 .* 10 positions", saved("bert-generation"), max_length=20)
 
 
 # The command.
@@ -404,7 +404,7 @@ def test_the_command(saved, tmp_path, kind):
     folder = saved("bert", kind)
     assert "ignored" in run("inspect", folder)
     shown = run("patch", folder, kind, "--output-dir", tmp_path / "new")
-    assert "own vectors" in shown and "ignored" not in shown and "ignored" not in run("inspect", tmp_path / "new")
+    assert "relative vectors" in shown and "ignored" not in shown and "ignored" not in run("inspect", tmp_path / "new")
     inputs, output, _ = expected("bert", kind)
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(output_of(model, inputs), output, rtol=0, atol=1e-5)

@@ -295,9 +295,7 @@ def test_frozen_rows(storage, tmp_path):
         save_file({"rows": torch.randn(LENGTH, 32)}, tmp_path / "rows.safetensors")
         mapped = {"type": "learned", "storage": storage, "file": str(tmp_path / "rows.safetensors")}
         model = hf_posenc.patch(stock("bert"), mapped, max_length=LENGTH)
-    words = (
-        r"storage='int8': these rows are frozen.*method='dynamic'" if storage == "int8" else r"\[24, 32\], and \[61, 32\] is"
-    )
+    words = r"storage='int8' freezes .*method='dynamic'" if storage == "int8" else r"\[24, 32\], .*\[61, 32\]"
     with pytest.raises(ValueError, match=words):
         hf_posenc.extend(model, LONG, "linear")
     longer = hf_posenc.extend(model, LONG, "dynamic")
@@ -406,7 +404,7 @@ def test_it_goes_on_from_the_length_of_training():
         once = hf_posenc.extend(model, FACTOR * LENGTH, method)
         assert twice.config.to_dict() == once.config.to_dict()
         assert torch.equal(asked(twice, tokens(length=60)), asked(once, tokens(length=60)))
-    with pytest.raises(ValueError, match="follow rope_type='linear' already.*take method='linear'"):
+    with pytest.raises(ValueError, match="rope_type='linear'.*method='linear'"):
         hf_posenc.extend(hf_posenc.extend(model, 2 * LENGTH, "linear"), FACTOR * LENGTH, "yarn")
 
 
@@ -591,7 +589,7 @@ def test_rules_in_force():
     same = hf_posenc.extend(model, FACTOR * LENGTH, "longrope")
     assert same.rotary_emb.attention_scaling == scaling > 1
     assert torch.equal(asked(same, tokens(length=60)), asked(model, tokens(length=60)))
-    with pytest.raises(ValueError, match="needs 'short_factor', 'long_factor', found by a search"):
+    with pytest.raises(ValueError, match="requires 'short_factor', 'long_factor', .*search"):
         hf_posenc.extend(model, 8 * LENGTH, "longrope")
     longer = hf_posenc.extend(model, 8 * LENGTH, "longrope", **LISTS)
     assert longer.rotary_emb.attention_scaling == pytest.approx(math.sqrt(1 + math.log(8) / math.log(LENGTH)))
@@ -644,29 +642,29 @@ def test_a_part_of_a_model(tmp_path):
         ("bert", None, "linear", {}, "max_length=None.*method='linear'"),
         ("bert", 99, "lineer", {}, "method='lineer'.*linear"),
         ("bert", 99, ["linear"], {}, "method=.*linear"),
-        ("bert", 99, "yarn", {}, "method='yarn' is one of rotary positions, and BertModel has a learned table: allowed"),
-        ("bert", 99, "linear", {"keep": 5}, "keep=5: extend with method='linear' takes no setting"),
-        ("bert", 99, "dynamic", {"keep": 5}, "keep=5: extend with method='dynamic' takes no setting"),
-        ("bert", 99, "keep_first", {"keep": LENGTH}, f"keep={LENGTH}: allowed is a number of rows from 0 to {LENGTH - 1}"),
-        ("bert", 99, "keep_first", {"keep": "5"}, "keep='5': allowed is a number of rows"),
+        ("bert", 99, "yarn", {}, "method='yarn'.*BertModel"),
+        ("bert", 99, "linear", {"keep": 5}, "keep=5 .*method='linear'.* none"),
+        ("bert", 99, "dynamic", {"keep": 5}, "keep=5 .*method='dynamic'.* none"),
+        ("bert", 99, "keep_first", {"keep": LENGTH}, f"keep={LENGTH} .* from 0 to {LENGTH - 1}"),
+        ("bert", 99, "keep_first", {"keep": "5"}, "keep='5' .*integer"),
         ("bert", 99, None, {"keep": 5}, "keep=5"),
         ("gpt2", 99, "dynamic", {}, "GPT2Model"),
         ("lilt", 99, "dynamic", {}, "layout_embeddings|deberta"),
-        ("llama", 99, "cubic", {}, "method='cubic' is one of learned tables, and LlamaModel has rotary positions: allowed"),
-        ("gptj", 99, "cubic", {}, "method='cubic' is one of learned tables"),
-        ("llama", 99, "longrope", {}, "method='longrope' needs 'short_factor', 'long_factor'"),
-        ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0: extend with method='linear' takes 'factor'"),
-        ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH}: allowed is a number below trained_length={LENGTH}"),
+        ("llama", 99, "cubic", {}, "method='cubic'.*LlamaModel"),
+        ("gptj", 99, "cubic", {}, "method='cubic'"),
+        ("llama", 99, "longrope", {}, "method='longrope' requires 'short_factor', 'long_factor'"),
+        ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0 .*method='linear'.* 'factor'"),
+        ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH} .*below trained_length={LENGTH}"),
         ("deepseek", 99, "grouped", {}, "self_extend.*DeepseekV3Model"),
-        ("llama", 99, "linear", {"factor": -1.0}, "factor=-1.0: allowed is"),
-        ("llama", 99, "linear", {"factor": "x"}, "factor='x': allowed is"),
-        ("llama", 99, "ntk", {"factor": -2.0}, "factor=-2.0: allowed is"),
-        ("llama", 96, "linear", {"factor": 3.0}, "factor=3.0 with max_length=96, where 24 tokens .*: allowed is 4 or more"),
-        ("llama", 96, "ntk", {"factor": 1}, "factor=1.0 with max_length=96"),
-        ("llama", 96, "dynamic", {"original_max_position_embeddings": 9}, "takes no setting here"),
-        ("llama", 96, "grouped", {"group": 4}, "group=4 with window=6 and max_length=96, where 24 .*: allowed is 6 or more"),
-        ("llama", 99, "dynamic", {"factor": 9.0}, "factor=9.0: extend with method='dynamic' takes"),
-        ("llama", 99, "longrope", {"short_factor": [1.0], "long_factor": [2.0]}, "has 1 values, for 4 rotated pairs"),
+        ("llama", 99, "linear", {"factor": -1.0}, "factor=-1.0 isn't valid"),
+        ("llama", 99, "linear", {"factor": "x"}, "factor='x' isn't valid"),
+        ("llama", 99, "ntk", {"factor": -2.0}, "factor=-2.0 isn't valid"),
+        ("llama", 96, "linear", {"factor": 3.0}, "factor=3.0 .*max_length=96, .*24 tokens.* at least 4"),
+        ("llama", 96, "ntk", {"factor": 1}, "factor=1.0 .*max_length=96"),
+        ("llama", 96, "dynamic", {"original_max_position_embeddings": 9}, "Its settings: none"),
+        ("llama", 96, "grouped", {"group": 4}, "group=4 .*window=6 and max_length=96, .*24 tokens.* at least 6"),
+        ("llama", 99, "dynamic", {"factor": 9.0}, "factor=9.0 .*method='dynamic'"),
+        ("llama", 99, "longrope", {"short_factor": [1.0], "long_factor": [2.0]}, "has 1 values, .* 4 rotated pairs"),
         ("T5", 99, "linear", {}, "has no length limit"),
         ("Marian", 99, "linear", {}, "MarianModel has neither"),
         ("ViT", 99, "linear", {}, "interpolate_pos_encoding=True"),
@@ -698,7 +696,7 @@ def test_patched_models_that_no_method_suits():
         hf_posenc.extend(interpolate_table, 2 * LONG, "linear")
     with pytest.raises(ValueError, match=r"hf_posenc\.unpatch"):
         hf_posenc.extend(patched("llama", "rope"), 99, "grouped")
-    with pytest.raises(ValueError, match="learned.trained_rows=30: allowed are rows up to max_length=24"):
+    with pytest.raises(ValueError, match="learned.trained_rows=30 .*max_length=24"):
         hf_posenc.patch(stock("bert"), "learned", trained_rows=30, max_length=24)
 
 
@@ -724,7 +722,7 @@ def test_a_rule_that_this_transformers_lacks(monkeypatch):
 
     known = {name: rule for name, rule in modeling_rope_utils.ROPE_INIT_FUNCTIONS.items() if name != "yarn"}
     monkeypatch.setattr(modeling_rope_utils, "ROPE_INIT_FUNCTIONS", known)
-    with pytest.raises(ValueError, match="method='yarn': this version of Transformers has 'linear', 'dynamic'"):
+    with pytest.raises(ValueError, match="method='yarn' .*Transformers.* has 'linear', 'dynamic'"):
         hf_posenc.extend(made("llama"), 99, "yarn")
 
 
@@ -785,7 +783,7 @@ def test_the_command(tmp_path, tokenizer):
               "--output-dir", str(tmp_path / "longer")],
     )  # fmt: skip
     assert run.exit_code == 0, run.output
-    assert f"The tokenizer's model_max_length was {LENGTH}, and is 64 now" in run.output
+    assert f"The tokenizer's model_max_length changed from {LENGTH} to 64" in run.output
     longer = AutoModel.from_pretrained(tmp_path / "longer")
     assert longer.config.max_position_embeddings == 64
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "longer").model_max_length == 64
@@ -798,7 +796,5 @@ def test_the_command(tmp_path, tokenizer):
 
 
 def test_heads_too_small_for_another_theta():
-    with pytest.raises(
-        ValueError, match=r"method='dynamic' takes theta to the power R/\(R - 2\), and R is 2 here: take 'linear'"
-    ):
+    with pytest.raises(ValueError, match=r"method='dynamic' .*at least 4 .* 2\. Use 'linear'"):
         hf_posenc.extend(stock("llama", hidden_size=8, head_dim=2), LONG, "dynamic")

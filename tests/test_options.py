@@ -97,7 +97,7 @@ def test_canonical(given, expected):
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [(given, "unknown position encoding") for given in ("sinusodial", {"type": "sinusodial"}, "PositionEncoding", "")]
+    [(given, "Unknown position encoding") for given in ("sinusodial", {"type": "sinusodial"}, "PositionEncoding", "")]
     + [(given, "a name or a dict") for given in (None, 3, ["alibi"], {}, {"base": 3.0}, {"type": None}, {"type": ["alibi"]})],
     ids=str,
 )
@@ -105,7 +105,7 @@ def test_what_is_no_encoding(given, words):
     with pytest.raises(ValueError, match=words) as error:
         canonical(given)
     assert all(repr(name) in str(error.value) for name in ENCODINGS)
-    assert ("import the module that defines its class" in str(error.value)) == words.startswith("unknown")
+    assert ("import the module that defines its class" in str(error.value)) == words.startswith("Unknown")
 
 
 def test_mechanisms_of_an_own_encoding():
@@ -128,11 +128,11 @@ def test_mechanisms_of_an_own_encoding():
 def test_unknown_option():
     for name in ENCODINGS:
         allowed = encoding_class(name).option_types()
-        words = rf"'{name}' has no option 'bass'( \(did you mean 'bases?'\?\))?, 'wrong'; it"
+        words = rf"'{name}' has no option 'bass'( \(did you mean 'bases?'\?\))?, 'wrong'"
         with pytest.raises(ValueError, match=words) as error:
             canonical({"type": name, "wrong": 1, "bass": 2})
-        assert all(repr(option) in str(error.value) for option in allowed or ["no options"] if allowed)
-        assert allowed or "no options" in str(error.value)
+        assert all(repr(option) in str(error.value) for option in allowed)
+        assert allowed or "Its options: none" in str(error.value)
 
 
 RANGES = [
@@ -155,7 +155,7 @@ def test_wrong_types_and_ranges(kind, option, values, allowed):
             canonical({"type": kind, option: value})
         with pytest.raises(ValueError) as other:
             encoding_class(kind)(GEOMETRY, **{option: value})
-        assert str(one.value) == str(other.value) == f"{kind}.{option}={value!r}: allowed is {allowed}"
+        assert str(one.value) == str(other.value) == f"{kind}.{option}={value!r} isn't valid. It must be {allowed}."
 
 
 def test_all_ranges():
@@ -178,58 +178,55 @@ def test_all_ranges():
         "xpos": {"gamma": 0.0, "scale_base": -1.0, "theta": 1.0, "layout": "halves"},
     }.items():
         for option, value in options.items():
-            with pytest.raises(ValueError, match=re.escape(f"{kind}.{option}={value!r}: allowed is ")):
+            with pytest.raises(ValueError, match=re.escape(f"{kind}.{option}={value!r} isn't valid. It must be ")):
                 make(kind, trained=9, max_length=9, axes=2 if kind.endswith("2d") else 1, **{option: value})
 
 
 LONG, LLAMA3 = {"rope_type": "longrope"}, {"rope_type": "llama3", "factor": 2.0}
 YARN, DYNAMIC = {"rope_type": "yarn", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}
 CONTRADICTIONS = [
-    ("cope", {"max_position": 0}, r"cope\.max_position=0: allowed is an integer above 1"),
-    *(("deberta", {"buckets": few, "max_distance": 128}, f"buckets={few}, .*=128: .* 0 .* even") for few in (5, 2, 128, 256)),
-    ("fope", {"trained": None}, "fope.trained_length=None: .* so give one"),
+    ("cope", {"max_position": 0}, r"cope\.max_position=0 .* integer above 1"),
+    *(("deberta", {"buckets": few, "max_distance": 128}, f"buckets={few}, .*=128 .* 0.* even") for few in (5, 2, 128, 256)),
+    ("fope", {"trained": None}, "fope.trained_length=None: .* example trained_length=512"),
     ("fope", {"head_dim": 7}, "head_dim is 7, an odd number"),
-    ("fourier", {"features": 7}, "fourier.features=7: allowed is an even number.*take 8"),
+    ("fourier", {"features": 7}, "fourier.features=7 .* even.* Use 8"),
     ("rope", {"head_dim": 7}, "head_dim is 7"),
     ("rope", {"rope_type": "ntk"}, "rope.rope_type='ntk'.*'default' or 'linear'"),
-    ("rope", {"rope_type": "linear"}, "rope_type='linear' needs 'factor': give factor=…"),
-    ("rope", {**LONG, "factor": 2.0}, "needs 'short_factor', 'long_factor': give short_factor=…, long_factor=…"),
-    ("rope", LLAMA3, "needs 'low_freq_factor', 'high_freq_factor'"),
-    ("rope", {"factor": 2.0}, "factor=2.0: rope_type='default' takes none .*leave it out, or take rope_type='linear' or"),
-    ("rope", {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "beta_fast=3.0: .*'factor'; leave.*rope_type='yarn'"),
+    ("rope", {"rope_type": "linear"}, "rope_type='linear' requires 'factor'. Set factor=…"),
+    ("rope", {**LONG, "factor": 2.0}, "requires 'short_factor', 'long_factor'. Set short_factor=…, long_factor=…"),
+    ("rope", LLAMA3, "requires 'low_freq_factor', 'high_freq_factor'"),
+    ("rope", {"factor": 2.0}, "factor=2.0 .*rope_type='default' .*none.* use rope_type='linear' or"),
+    ("rope", {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "beta_fast=3.0 .*'factor'.* Omit.*rope_type='yarn'"),
     ("rope", {"rope_type": "linear", "factor": 0.0}, "rope.factor=0.0.*above 0"),
     ("rope", {"rope_type": "linear", "factor": "4"}, "rope.factor='4'"),
     ("rope", {"rope_type": "linear", "facto": 4.0}, "did you mean 'factor'"),
-    ("rope", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5: .* up to 1"),
-    ("rope", {"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0: .*above 0"),
-    ("rope", {"partial_rotary_factor": 0.4}, "head_dim is 8, .*=0.4 rotates 3, .*: take partial_rotary_factor=0.3125"),
-    ("rope", {"partial_rotary_factor": 0.1}, "rotates 0, fewer than 2: take partial_rotary_factor=0.3125"),
+    ("rope", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 .* up to 1"),
+    ("rope", {"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0 .*above 0"),
+    ("rope", {"partial_rotary_factor": 0.4}, "head_dim is 8, .*=0.4 rotates 3, .* set partial_rotary_factor=0.3125"),
+    ("rope", {"partial_rotary_factor": 0.1}, "rotates 0, fewer than 2.* set partial_rotary_factor=0.3125"),
     ("rope", {"rope_type": "proportional", "partial_rotary_factor": 0.1}, "rotates 0, fewer than 2"),
-    ("rope", {**DYNAMIC, "partial_rotary_factor": 0.25}, "rotates 2, fewer than 4: take .*=0.5625"),
-    ("rope", {**YARN, "mscale": 1.0}, "mscale and mscale_all_dim act together"),
-    ("rope", {**YARN, "beta_slow": 40.0}, "beta_slow=40.0: allowed is a number below beta_fast=32.0"),
-    ("rope", {**YARN, "original_max_position_embeddings": 1}, "original_max_position_embeddings=1: "),
-    ("rope", {**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "=4.0: .* below high_freq_factor=4.0"),
-    ("rope", {**LONG, "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}, "long_factor has 3 values, for 4 rotated"),
-    ("rope", {**LONG, "short_factor": [], "long_factor": [1.0] * 4}, "short_factor has 0 values, for 4 rotated"),
+    ("rope", {**DYNAMIC, "partial_rotary_factor": 0.25}, "rotates 2, fewer than 4.* set .*=0.5625"),
+    ("rope", {**YARN, "mscale": 1.0}, "mscale and mscale_all_dim must"),
+    ("rope", {**YARN, "beta_slow": 40.0}, "beta_slow=40.0 .* below beta_fast=32.0"),
+    ("rope", {**YARN, "original_max_position_embeddings": 1}, "original_max_position_embeddings=1 "),
+    ("rope", {**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "=4.0 .* below high_freq_factor=4.0"),
+    ("rope", {**LONG, "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}, "long_factor has 3 values, .* 4 rotated"),
+    ("rope", {**LONG, "short_factor": [], "long_factor": [1.0] * 4}, "short_factor has 0 values, .* 4 rotated"),
     ("rope", {**LONG, "short_factor": [0.0] * 4, "long_factor": [1.0] * 4}, "short_factor=.*above 0"),
-    ("rope_2d", {"axes": 2, "head_dim": 6}, "head_dim is 6, which 4 doesn't divide: choose an encoding which embeds or biases"),
-    ("rope_2d", {"axes": 2, "head_dim": 0, "heads": 0}, "head_dim is 0, which 4 doesn't divide"),
-    *(("sandwich", {"size": size}, rf"sandwich\.size={size}: allowed is an even number up to 8192") for size in (1, 127, 8194)),
-    ("sinusoidal", {"base": 100.0, "bases": (10.0, 20.0)}, r"base=100 and sinusoidal.bases=\(10.0, 20.0\) contradict"),
-    ("sinusoidal", {"bases": (10.0,) * 9}, "hidden_size=16 has room for 1 to 8"),
-    ("sinusoidal", {"bases": ()}, "has room for 1 to 8"),
-    ("sinusoidal", {"trained_length": 8}, "trained_length=8 has no use with frequencies='fixed'"),
-    ("sinusoidal", {"trained_length": 8, "frequencies": "learned"}, "has no use with frequencies='learned'"),
-    ("sinusoidal", {"trained": None, "frequencies": "dynamic"}, "needs trained_length, above 1: give it"),
-    ("sinusoidal_2d", {"axes": 2, "hidden_size": 3}, "hidden_size is 3: it takes 4 or more"),
-    ("sinusoidal_2d", {"axes": 3}, "a token has 3"),
-    *(
-        ("t5", {"num_buckets": few, "max_distance": 128}, f"t5.num_buckets={few}, .*: .* a multiple of 4")
-        for few in (2, 30, 33)
-    ),
-    *(("t5", {"max_distance": far}, rf"t5\.max_distance={far}: .* a distance above") for far in (32, 20)),
-    ("xpos", {"head_dim": 7, "is_causal": True}, "head_dim is 7, an odd number: choose an encoding which embeds or biases"),
+    ("rope_2d", {"axes": 2, "head_dim": 6}, "divisible by 4, .* head_dim is 6. .*'sinusoidal_2d'"),
+    ("rope_2d", {"axes": 2, "head_dim": 0, "heads": 0}, "divisible by 4, .* head_dim is 0"),
+    *(("sandwich", {"size": size}, rf"sandwich\.size={size} .*even and at most 8192") for size in (1, 127, 8194)),
+    ("sinusoidal", {"base": 100.0, "bases": (10.0, 20.0)}, r"base=100 and sinusoidal.bases=\(10.0, 20.0\)"),
+    ("sinusoidal", {"bases": (10.0,) * 9}, "hidden_size=16 allows 1 to 8"),
+    ("sinusoidal", {"bases": ()}, "allows 1 to 8"),
+    ("sinusoidal", {"trained_length": 8}, "trained_length=8 .*frequencies='fixed'"),
+    ("sinusoidal", {"trained_length": 8, "frequencies": "learned"}, "trained_length=8 .*frequencies='learned'"),
+    ("sinusoidal", {"trained": None, "frequencies": "dynamic"}, "needs trained_length, above 1"),
+    ("sinusoidal_2d", {"axes": 2, "hidden_size": 3}, "at least 4, .* hidden_size is 3"),
+    ("sinusoidal_2d", {"axes": 3}, "requires 2-D positions .* 3-D"),
+    *(("t5", {"num_buckets": few, "max_distance": 128}, f"t5.num_buckets={few}, .* a multiple of 4") for few in (2, 30, 33)),
+    *(("t5", {"max_distance": far}, rf"t5\.max_distance={far} .* above") for far in (32, 20)),
+    ("xpos", {"head_dim": 7, "is_causal": True}, "head_dim is 7, an odd number"),
 ]
 
 
@@ -272,7 +269,7 @@ def test_values_arrive_in_the_annotated_type(annotation, taken, refused):
         module = build(actual, GEOMETRY)
         assert module.option == expected and f"option={expected!r}" in repr(module)
     for value in refused:
-        with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))}: allowed is "):
+        with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))} isn't valid"):
             canonical({"type": "own", "option": value})
 
 
@@ -324,7 +321,7 @@ def test_own_encoding_by_one_class():
     assert canonical("near") == {"type": "window", "width": 128, "per_layer": False}
     module = build(canonical({"type": "window", "width": 2}), GEOMETRY)
     assert module.distance_bias(torch.arange(-3, 4)).tolist() == [[-torch.inf, 0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf]]
-    with pytest.raises(ValueError, match=r"window\.width=0: allowed is an integer above 0"):
+    with pytest.raises(ValueError, match=r"window\.width=0 .*integer above 0"):
         canonical({"type": "window", "width": 0})
 
 
@@ -351,7 +348,7 @@ def test_class_variables_are_no_options(annotation):
         width: int = 4
 
     assert Own.option_types() == {"width": int} and canonical("own") == {"type": "own", "width": 4}
-    with pytest.raises(ValueError, match="no option 'shared'; it takes 'width'"):
+    with pytest.raises(ValueError, match="no option 'shared'.* 'width'"):
         canonical({"type": "own", "shared": 1})
 
 
@@ -398,7 +395,7 @@ def test_what_embeds_is_not_of_each_layer():
         == {**canonical({"type": "each", "per_layer": False}), "type": "both"}
     )
     for given in ({"type": "both", "per_layer": True}, "each", {"type": "alibi+both", "both__per_layer": True}, "alibi+each"):
-        with pytest.raises(ValueError, match=r"'(both|each)' embeds, which the stack does once .* per_layer has to be False"):
+        with pytest.raises(ValueError, match=r"'(both|each)' .* per_layer must be False"):
             canonical(given)
 
 
@@ -425,9 +422,9 @@ def test_missing_required_option():
         depth: int
         height: int = 1
 
-    with pytest.raises(ValueError, match="'needy' needs the option 'width', 'depth'"):
+    with pytest.raises(ValueError, match="'needy' requires the option 'width', 'depth'"):
         canonical("needy")
-    with pytest.raises(ValueError, match="'needy' needs the option 'depth'"):
+    with pytest.raises(ValueError, match="'needy' requires the option 'depth'"):
         canonical({"type": "needy", "width": 2})
     assert canonical({"type": "needy", "width": 2, "depth": 3}) == {"type": "needy", "width": 2, "depth": 3, "height": 1}
 
@@ -457,16 +454,16 @@ def test_a_cell_run_again_replaces_its_class():
 def test_another_class_under_a_taken_name(name, place):
     first = define(CELL.format(width=1))["Mine"]
     names = f"type={name!r}" if place == "type" else f"type='another', aliases=({name!r},)"
-    with pytest.raises(ValueError, match=rf"{name!r} is taken by a_notebook\.Mine: give Other another"):
+    with pytest.raises(ValueError, match=rf"{name!r} is already used by a_notebook\.Mine\. Give Other"):
         define(f"class Other(PositionEncoding, {names}): ...")
-    with pytest.raises(ValueError, match="is taken by a_notebook"):
+    with pytest.raises(ValueError, match="already used by a_notebook"):
         define(CELL.format(width=1), module="another_notebook")
     assert encoding_class("mine") is encoding_class("my") is first and "another" not in list_encodings()
 
 
 @pytest.mark.parametrize("name", ["alibi", "rotary", "nope"])
 def test_names_of_the_package_are_taken(name):
-    with pytest.raises(ValueError, match=rf"{name!r} is taken by hf_posenc\.encodings\."):
+    with pytest.raises(ValueError, match=rf"{name!r} is already used by hf_posenc\.encodings\."):
         define(f"class Mine(PositionEncoding, type={name!r}): ...")
 
 
@@ -549,25 +546,25 @@ def test_an_alias_may_carry_options(alias, terms):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("alibi+alibbi", "unknown position encoding 'alibbi'"),
-        ("alibi+", "unknown position encoding ''"),
-        ("alibi + rope", "unknown position encoding 'alibi '"),
+        ("alibi+alibbi", "Unknown position encoding 'alibbi'"),
+        ("alibi+", "Unknown position encoding ''"),
+        ("alibi + rope", "Unknown position encoding 'alibi '"),
         ("alibi+rope+alibi", r"'alibi\+rope\+alibi' has the same encoding twice"),
         ("absolute+learned", "the same encoding twice"),
         ("relative_key+relative_key_query", "the same encoding twice"),
         ({"type": "sinusoidal+alibi", "base": 3.0}, r"'sinusoidal\+alibi' has no part 'base'.*sinusoidal__option=… or alibi__"),
         ({"type": "sinusoidal+alibi", "rope": {"theta": 3.0}}, "has no part 'rope'"),
         ({"type": "sinusoidal+alibi", "rope__theta": 3.0}, "has no part 'rope'"),
-        ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, r"'sinusoidal' has no option 'bass' \(.*\); it takes 'base'"),
+        ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, r"'sinusoidal' has no option 'bass' \(.*\).* 'base'"),
         ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
         (
             {"type": "sinusoidal+alibi", "alibi__slope": 1},
-            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'sides', 'per_layer'",
+            r"'alibi' has no option 'slope' \(.*'slopes'\?\).* 'slopes', 'sides', 'per_layer'",
         ),
-        ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
-        ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None: allowed is a dict"),
-        ({"type": "sinusoidal+alibi", "sinusoidal__base": "3"}, r"^sinusoidal\.base='3': allowed is a finite number above 1"),
-        ({"type": "alibi+absolute", "absolute": {"std": 0}}, r"^learned\.std=0: allowed is a finite number above 0"),
+        ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0 .* a dict"),
+        ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None .* a dict"),
+        ({"type": "sinusoidal+alibi", "sinusoidal__base": "3"}, r"^sinusoidal\.base='3' .*finite number above 1"),
+        ({"type": "alibi+absolute", "absolute": {"std": 0}}, r"^learned\.std=0 .*finite number above 0"),
     ],
     ids=str,
 )
@@ -587,19 +584,16 @@ RESERVED += ["inject", "where", "keep_original", "submodel"]
 
 def test_names_which_would_not_fit():
     """Into compositions, beside hf_posenc's own, or in an encoding, as an attribute."""
-    rows = [
-        (name, "can't be the name of an encoding: allowed are letters")
-        for name in ("a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä")
-    ]
-    rows += [(name, "can't be the name of an encoding.*'submodel'") for name in RESERVED]
-    rows += [("rows", "can't be the name of an encoding: it is an attribute of all encodings")]
+    rows = [(name, "can't be the name .* letters") for name in ("a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä")]
+    rows += [(name, "can't be the name .*'submodel'") for name in RESERVED]
+    rows += [("rows", "can't be the name .* attribute")]
     for name, words in rows:
         for names in (f"type={name!r}", f"type='own', aliases=({name!r},)"):
             with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} {words}"):
                 define(f"class Own(PositionEncoding, {names}): ...")
         assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
     for name in RESERVED:
-        with pytest.raises(ValueError, match=rf"Own can't name an option '{name}': those are hf_posenc's own"):
+        with pytest.raises(ValueError, match=rf"Own can't have .* reserved names: '{name}'"):
             define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
 
 
@@ -608,8 +602,8 @@ def test_title_and_paper():
         first = sys.modules[cls.__module__].__doc__.partition("\n")[0]
         assert first == (f"{cls.title}: {', '.join(cls.paper)}" if cls.paper else f"{cls.title}.")
     for line, words in (
-        ("paper = 'org'", "Own.paper='org': allowed is a list in which"),
-        ("title = 3", "Own.title=3: allowed is a string"),
+        ("paper = 'org'", "Own.paper='org' .* a list in which"),
+        ("title = 3", "Own.title=3 .* a string"),
     ):
         with pytest.raises(ValueError, match=words):
             define(f"class Own(PositionEncoding, type='own'):\n    {line}")
@@ -881,7 +875,7 @@ def test_public_names():
     assert dir(hf_posenc) == sorted([*hf_posenc.__all__, "__version__"])
     with pytest.raises(AttributeError, match=r"'hf_posenc' has no attribute 'pach' \(did you mean 'patch'\?\)"):
         _ = hf_posenc.pach
-    with pytest.raises(AttributeError, match=r"no class 'BertForMaskdLM' \(did you mean 'BertForMaskedLM'\?\) in Transformers"):
+    with pytest.raises(AttributeError, match=r"Transformers.*BertForMaskdLM.*BertForMaskedLM"):
         _ = hf_posenc.PosEncBertForMaskdLM
 
 

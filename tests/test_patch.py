@@ -43,7 +43,7 @@ def test_unpatch_after_training_says_so(host, tmp_path):
     optimizer.step()
     model.save_pretrained(tmp_path / "trained")
     for trained in (model.eval(), AutoModel.from_pretrained(tmp_path / "trained")):
-        with pytest.warns(UserWarning, match="no longer those which were patched"):
+        with pytest.warns(UserWarning, match="weights have changed"):
             again = hf_posenc.unpatch(trained)
         old = stock(host, HOSTS[host].head).base_model
         for name in HOSTS[host].tables:
@@ -58,7 +58,7 @@ def test_without_kept_positions_unpatch_names_the_base(in_the_hubs_cache):
     assert not any("host" in name for name in new.state_dict())
     with pytest.raises(ValueError, match="somebody/base"):
         hf_posenc.unpatch(new)
-    with pytest.raises(ValueError, match="not patched"):
+    with pytest.raises(ValueError, match="patched"):
         hf_posenc.unpatch(model)
 
 
@@ -86,7 +86,7 @@ def test_distilbert_fills_a_sinusoidal_table_of_its_own():
 def test_a_table_that_is_not_used_is_not_resized(head):
     model = hf_posenc.patch(stock("distilbert", head), "alibi")
     expected = first(model(tokens()))
-    with pytest.raises(ValueError, match="has the 'alibi' encoding instead of a position table.*extend.model, max_length=64"):
+    with pytest.raises(ValueError, match="has the 'alibi' encoding.*extend.model, max_length=64"):
         model.resize_position_embeddings(64)
     assert torch.equal(first(model(tokens())), expected)
 
@@ -180,7 +180,7 @@ def test_parts_that_were_added_or_taken_out():
     for change in (lambda model: model.add_module("extra", torch.nn.Linear(2, 2)), lambda model: model.encoder.layer.pop(1)):
         model = copy.deepcopy(stock("bert"))
         change(model)
-        with pytest.raises(ValueError, match=r"(has extra|'encoder.layer.1).*parts were replaced.*patch that"):
+        with pytest.raises(ValueError, match=r"(has extra|'encoder.layer.1).*replaced parts"):
             hf_posenc.patch(model, "alibi")
 
 

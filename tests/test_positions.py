@@ -38,7 +38,7 @@ def test_ids_beyond_a_table():
     for model in (patched("bert", "learned"), patched("gpt2", "learned")):
         with pytest.raises(ValueError, match=f"position_ids up to {LENGTH} don't fit max_length={LENGTH}"):
             model(tokens(1, 2), position_ids=torch.tensor([[0, LENGTH]]))
-        with pytest.raises(ValueError, match=r"position_ids have shape \(1, 2\).*3 tokens"):
+        with pytest.raises(ValueError, match=r"position_ids has shape \(1, 2\).*3 tokens"):
             model(tokens(1, 3), position_ids=torch.tensor([[0, 1]]))
 
 
@@ -65,8 +65,8 @@ def test_ids_in_the_count_of_the_host(host, encoding):
     expected = first(model(ids))
     assert torch.equal(first(model(ids, position_ids=ids_of(host)[:1])), expected)
     for start in (0, -5):
-        message = rf"position_ids begin at {start}, but {type(model).__name__} counts its first token as 2 and padding as 1"
-        with pytest.raises(ValueError, match=rf"{message}, patched or not: add 2 to ids that count from 0"):
+        message = rf"position_ids starts at {start}, but {type(model).__name__} counts its first token as 2 and padding as 1"
+        with pytest.raises(ValueError, match=rf"{message}, patched or not. Add 2 to IDs that count from 0"):
             model(ids, position_ids=torch.arange(start, start + 11)[None])
     if encoding == "learned":
         with pytest.raises(ValueError, match=rf"position_ids up to {LENGTH + 2} don't fit max_length={LENGTH} of.*'learned'"):
@@ -141,7 +141,7 @@ def test_ids_with_choices(name, encoding, choices):
     assert found.mc_logits.shape == (2, choices) and found.logits.shape[:3] == (2, choices, 9)
     with pytest.raises(ValueError, match=r"attention_mask has 5 rows for"):
         base(ids, attention_mask=mask[:1].expand(5, -1))
-    with pytest.raises(ValueError, match=r"inputs_embeds have shape \(2, .*give \[batch, length, hidden_size\]"):
+    with pytest.raises(ValueError, match=r"inputs_embeds has shape \(2, .*\[batch, length, hidden_size\]"):
         base(inputs_embeds=torch.zeros(2, choices, 9, 32))
 
 

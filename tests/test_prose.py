@@ -11,6 +11,7 @@ LIMITS = {
     "README.md": 700,
     "CONTRIBUTING.md": 800,
     "CHANGELOG.md": 400,
+    "scripts/README.md": 440,
     "docs/tutorials/long_documents.md": 550,
     "docs/guides/choose.md": 350,
     "docs/guides/patch.md": 550,
@@ -176,24 +177,17 @@ def test_messages():
     assert found == SNAPSHOT.read_text(encoding="utf-8")
 
 
-TERMS_LEFT = 64
-"""Messages that still have a banned term: lower it with each one that is rewritten."""
-
-
 def test_terms_in_messages():
     wrong = {}
     for _, _, text in messages():
         said = re.sub(r"\{[^}]*\}|'[^']*'|`[^`]*`", " ", text)
         if match := BANNED_TERM.search(said):
             wrong[text] = match[0]
-    print(f"{len(wrong)} messages with banned terms")
-    assert len(wrong) == TERMS_LEFT, wrong
+    assert not wrong, "use the standard term"
 
 
 PROSE = 5
 """Words in a row that a test may match of a message."""
-PATTERNS_LEFT = 92
-"""Patterns that are still longer: lower it with each one that is shortened."""
 
 
 def test_tests_assert_values_not_prose():
@@ -205,8 +199,7 @@ def test_tests_assert_values_not_prose():
                 runs = re.split(r"[^A-Za-z' ]|\.\*|\{[^}]*\}", message(node.value))
                 if any(len(run.split()) > PROSE for run in runs):
                     wrong.append(f"{path.name}:{node.value.lineno}: {message(node.value)}")
-    print(f"{len(wrong)} patterns of more than {PROSE} words in a row")
-    assert len(wrong) == PATTERNS_LEFT, wrong
+    assert not wrong
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_odd_head_dim():
 
 
 def test_patching_twice():
-    with pytest.raises(ValueError, match=r"has the 'alibi' encoding already.*unpatch"):
+    with pytest.raises(ValueError, match=r"alibi"):
         hf_posenc.patch(patched("bert", "alibi"), "rope")
 
 
@@ -87,7 +87,7 @@ def test_wrapped_models(tmp_path):
         hf_posenc.patch(model, "alibi")
     del model.embeddings._hf_hook
     model.hf_quantizer = object()
-    with pytest.raises(ValueError, match="quantised"):
+    with pytest.raises(ValueError, match="quantized"):
         hf_posenc.patch(model, "alibi")
 
 

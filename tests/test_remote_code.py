@@ -275,10 +275,10 @@ def test_an_unpatched_model_carries_nothing(tmp_path):
 def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
     model = patched("bert", encoding)
     model.config.auto_map = {"AutoModel": "old.Code"}  # of an earlier save
-    words = r"Careless is defined in __main__, .* write it to a file and import it \(from my_encodings import Careless\)"
+    words = r"Careless is defined in __main__, .*\(from my_encodings import Careless\)"
     with pytest.warns(UserWarning, match=words) as warned:
         model.save_pretrained(tmp_path)
-    assert "it loads where hf-posenc is installed and __main__.Careless is imported" in str(warned[0].message)
+    assert "It loads where hf-posenc is installed and __main__.Careless is imported" in str(warned[0].message)
     assert set(os.listdir(tmp_path)) == {"config.json", "model.safetensors", "modeling_posenc.py"}
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map == {"AutoConfig": "modeling_posenc.PosEncBertConfig"}
@@ -330,7 +330,7 @@ def test_what_is_not_loaded_says_why(beside):
     """Transformers does so where neither the package nor trust is: nothing has run."""
     assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
     assert beside["ran"] == []
-    words = "'own-careless' isn't with it: pip install hf-posenc; it loads where hf-posenc is installed and __main__.Careless"
+    words = "'own-careless' isn't saved with it. Run pip install "
     assert beside["left behind"].startswith("ImportError") and words in beside["left behind"]
     assert "is tested with transformers 98 or newer" in beside["other versions"]
 
@@ -342,7 +342,7 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
     assert beside["modules"] == own | dict.fromkeys(("shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
     assert all(beside["equal"].values()) and beside["functions"] == 4
     for change in ("patch", "unpatch"):
-        assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]
+        assert beside[change].startswith("ValueError") and "Import hf_posenc, then load it again" in beside[change]
 
 
 def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
@@ -351,6 +351,6 @@ def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
 
     model = patched("bert", "stranger")
     monkeypatch.setattr(mixins, "IS_COPY", True)
-    with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
+    with pytest.raises(ValueError, match="Stranger can't.*own code"):
         model.config.save_pretrained(tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -195,7 +195,7 @@ def test_position_embeddings_by_hand(host):
     """None of these hosts' stacks takes them by name; they would reach the layers as a keyword argument."""
     model, ids = rotary(host, encoding="alibi"), tokens()
     angles = (torch.ones(1, 11, 8), torch.zeros(1, 11, 8))
-    with pytest.raises(ValueError, match="position_embeddings given by hand"):
+    with pytest.raises(ValueError, match="position_embeddings sets"):
         model(ids, position_embeddings=angles)
 
 

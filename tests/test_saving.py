@@ -173,7 +173,7 @@ def test_a_file_in_the_folders_place(tmp_path):
     path.write_text("mine")
     model = patched("bert", "alibi")
     for save in (model.save_pretrained, model.config.save_pretrained):
-        with pytest.raises(ValueError, match="model is a file: give a folder"):
+        with pytest.raises(ValueError, match="model is a file"):
             save(path)
     assert path.read_text() == "mine"
 
@@ -206,7 +206,7 @@ def test_a_full_disk_changes_nothing(tmp_path, there):
 def test_a_config_saved_over_weights_of_another_encoding(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
     patched("bert", "rope").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was saved with the 'alibi' encoding, and its config asks for 'rope': restore"):
+    with pytest.raises(ValueError, match="was saved.*'alibi' encoding, but its config names 'rope'"):
         AutoModel.from_pretrained(tmp_path)
     same = patched("bert", "alibi").config
     same.layer_norm_eps = 1e-3
@@ -225,7 +225,7 @@ def test_shards_of_several_saves(tmp_path):
     paths = sorted(tmp_path.glob("*.safetensors"))
     for label in (None, json.dumps({**model.config.position_encoding, "theta": 5.0})):
         relabel(paths[1], label)
-        with pytest.raises(ValueError, match=r"00001-of-00005.safetensors and .*00002-of-00005.safetensors are of two saves"):
+        with pytest.raises(ValueError, match=r"00001-of-00005.safetensors and .*00002-of-00005.safetensors are from two saves"):
             AutoModel.from_pretrained(tmp_path)
     for path in paths:
         relabel(path, None)
@@ -236,14 +236,14 @@ def test_labels_that_are_not_ours(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
     for label in ("", "null", "[]", '{"type": 7}', "[" * 100_000):
         relabel(tmp_path / "model.safetensors", label)
-        with pytest.raises(ValueError, match="was saved with the .* encoding, and its config asks for 'alibi'"):
+        with pytest.raises(ValueError, match="was saved with the .* encoding, but its config names 'alibi'"):
             AutoModel.from_pretrained(tmp_path)
 
 
 def test_labels_that_are_no_json_are_in_the_error(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
     relabel(tmp_path / "model.safetensors", "of another program")
-    with pytest.raises(ValueError, match="was saved with the 'of another program' encoding"):
+    with pytest.raises(ValueError, match="was saved.*program' encoding"):
         AutoModel.from_pretrained(tmp_path)
 
 
@@ -504,7 +504,7 @@ def test_a_directory_in_the_place_of_a_new_file(tmp_path):
     files = model_of("stock", "b")
     put(tmp_path, {"config.json": "{}", "generation_config.json/mine": "mine"})
     with (
-        pytest.raises(ValueError, match="generation_config.json is a directory, and the save"),
+        pytest.raises(ValueError, match="generation_config.json is a directory"),
         atomic.replaced(tmp_path) as new,
     ):
         put(new, files)
@@ -522,7 +522,7 @@ def test_a_directory_that_is_not_writable(tmp_path):
         for act in (lambda: save_over(tmp_path, {}), lambda: atomic.write_text(tmp_path / "notes.txt", "mine")):
             with pytest.raises(PermissionError, match="was not changed. Make it writable, or choose another path"):
                 act()
-        with pytest.raises(ValueError, match="isn't writable: change its permissions"):
+        with pytest.raises(ValueError, match="isn't writable.*permissions"):
             check_output_dir(tmp_path / "new" / "model", overwrite=True)
 
     assert in_child(refused) == 0 and shown(tmp_path, model_of("stock", "a"))

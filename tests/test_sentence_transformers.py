@@ -46,7 +46,7 @@ def test_sentence_transformer(minilm, tmp_path):
     loaded, back = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-2:]
     assert loaded == "[540, 540, true]" and back == '[256, "BertModel"]'
     assert (hf_posenc.unpatch(model).encode(["a short one"]) == stock_model.encode(["a short one"])).all()
-    with pytest.raises(ValueError, match="unknown position encoding 'alibbi'"):
+    with pytest.raises(ValueError, match="Unknown position encoding 'alibbi'"):
         hf_posenc.patch(stock_model, "alibbi")
 
 

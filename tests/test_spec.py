@@ -102,7 +102,7 @@ MALFORMED = {
     "max_length of True": ({"type": "alibi", "max_length": True}, "max_length=True"),
     "layers": ({"type": "alibi", "layers": "some"}, "layers='some'"),
     "part of text": ({"type": "rope+alibi", "rope": "fast"}, "'fast'"),
-    "both names of a key": ({"type": "alibi", "host": None, "original": None}, "leave 'host' out"),
+    "both names of a key": ({"type": "alibi", "host": None, "original": None}, "Omit 'host'"),
     "original of text": ({"type": "alibi", "original": "bert"}, "original.*'bert'"),
     "original without a key": ({"type": "alibi", "original": {k: v for k, v in HOST.items() if k != "kept"}}, "original.*00ff"),
     "original with another key": ({"type": "alibi", "original": {**HOST, "more": 1}}, "more"),

@@ -257,7 +257,7 @@ def test_a_promised_length_counts_frames():
     """Also where nothing is added to the inputs."""
     new = hf_posenc.patch(stock("wav2vec2"), "alibi", max_length=20)
     first(new(**sound("wav2vec2", length=200)))
-    with pytest.raises(ValueError, match="39 positions is longer than max_length=20"):
+    with pytest.raises(ValueError, match="39 positions.* max_length=20"):
         new(**sound("wav2vec2"))
 
 

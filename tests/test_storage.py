@@ -141,7 +141,7 @@ def test_rows_in_many_blocks_and_beyond(tmp_path):
     positions = torch.randint(0, 1000, (700,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(vectors(model, positions), rows[positions])
     assert model.posenc("embed", positions[:0]).shape == (0, D)
-    with pytest.raises(ValueError, match="position_ids from 0 to 1000 don't fit a learned table of 1000 rows"):
+    with pytest.raises(ValueError, match="position_ids from 0 to 1000 don't fit 1000"):
         model.posenc("embed", torch.tensor([0, 1000]))
 
 
@@ -206,9 +206,9 @@ def test_a_table_changes_its_storage_when_it_is_loaded(tmp_path):
     frozen = AutoModel.from_pretrained(tmp_path / "mapped", position_encoding=INT8)
     frozen.save_pretrained(tmp_path / "frozen")
     assert torch.equal(vectors(AutoModel.from_pretrained(tmp_path / "frozen", dtype=torch.bfloat16)), vectors(frozen))
-    with pytest.raises(ValueError, match=r"learned.storage='memory-mapped': this checkpoint has no 'posenc.weight'"):
+    with pytest.raises(ValueError, match=r"learned.storage='memory-mapped' .*no 'posenc.weight'"):
         AutoModel.from_pretrained(tmp_path / "frozen", position_encoding=MAPPED)
-    with pytest.raises(ValueError, match=r"this checkpoint has its table in its own weights. Leave the file out"):
+    with pytest.raises(ValueError, match=r"this checkpoint.*own weights"):
         AutoModel.from_pretrained(tmp_path / "mapped", position_encoding={**MAPPED, "file": filed(tmp_path, table())})
 
 
@@ -233,10 +233,10 @@ def test_copies_share_the_table_and_pickles_name_its_file(tmp_path):
     assert torch.equal(vectors(pickle.loads(pickled)), table(1000)[:ROWS])
     (tmp_path / "table.safetensors").rename(tmp_path / "elsewhere")
     assert torch.equal(vectors(model), table(1000)[:ROWS])  # it is open
-    with pytest.raises(ValueError, match=r"table.safetensors: No such file or directory; put the right file there again"):
+    with pytest.raises(ValueError, match=r"table.safetensors: No such file or directory. Restore"):
         pickle.loads(pickled)
     filed(tmp_path, table(999))
-    with pytest.raises(ValueError, match=r"'anything' is \[999, 32\], and was \[1000, 32\] when this model was made"):
+    with pytest.raises(ValueError, match=r"'anything' is \[999, 32\], .*was \[1000, 32\]"):
         pickle.loads(pickled)
 
 
@@ -265,7 +265,7 @@ def test_a_state_dict_has_the_table_and_another_one_is_refused(tmp_path):
     model.load_state_dict(state)
     model.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
     model.load_state_dict({"zero": state["zero"]}, strict=False)
-    with pytest.raises(RuntimeError, match="posenc.weight is another table than the memory-mapped one, which is frozen"):
+    with pytest.raises(RuntimeError, match="posenc.weight differs .*memory-mapped table"):
         model.load_state_dict({**state, "posenc.weight": table() + 1})
     layer("float32").load_state_dict(state)
 
@@ -287,14 +287,14 @@ def test_training_goes_on_around_frozen_tables(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"storage": "memory-mapped"}, r"learned.storage='memory-mapped' needs the file of its table: give file="),
-        ({"file": "F"}, r"learned.file='F' with storage='float32': a file is mapped, .*; leave file out"),
-        ({"file": "F", "storage": "int8"}, r"learned.file='F' with storage='int8'"),
-        ({**MAPPED, "file": "F", "init": "host"}, r"learned.init='host' with file='F': the values are the file's; leave init"),
-        ({**MAPPED, "file": "F", "std": 1}, r"learned.std=1.0 with file='F'"),
-        ({**MAPPED, "file": "F"}, r"can't be read from F: No such file or directory; put the right file there again"),
-        ({**MAPPED, "file": 3}, r"learned.file=3: allowed is a path or None"),
-        ({"storage": "float16"}, r"learned.storage='float16': allowed is 'float32' or 'int8' or 'memory-mapped'"),
+        ({"storage": "memory-mapped"}, r"learned.storage='memory-mapped' needs a file .* Set file="),
+        ({"file": "F"}, r"learned.file='F' .*storage='float32'. Omit file"),
+        ({"file": "F", "storage": "int8"}, r"learned.file='F' .*storage='int8'"),
+        ({**MAPPED, "file": "F", "init": "host"}, r"learned.init='host' .*file='F' .*Omit init"),
+        ({**MAPPED, "file": "F", "std": 1}, r"learned.std=1.0 .*file='F'"),
+        ({**MAPPED, "file": "F"}, r"can't be read from F: No such file or directory. Restore"),
+        ({**MAPPED, "file": 3}, r"learned.file=3 .*a path or None"),
+        ({"storage": "float16"}, r"learned.storage='float16' .*'float32' or 'int8' or 'memory-mapped'"),
     ],
 )
 def test_contradicting_options(options, message, tmp_path, monkeypatch):
@@ -309,24 +309,22 @@ def test_contradicting_options(options, message, tmp_path, monkeypatch):
 
 
 def test_contradictions_with_a_host():
-    with pytest.raises(ValueError, match="needs the file of its table"):
+    with pytest.raises(ValueError, match="needs a.*position embeddings"):
         AutoModel.from_config(hf_posenc.PosEncBertConfig(**BERT, position_encoding=dict(MAPPED)))
-    with pytest.raises(
-        ValueError, match="learned.storage='int8' freezes its rows, and init='normal' draws them at random: give"
-    ):
+    with pytest.raises(ValueError, match="learned.storage='int8' .*init='normal' .*init='host'"):
         hf_posenc.patch(stock("bert"), INT8)
 
 
 def test_files_that_fit_not(tmp_path):
     file = filed(tmp_path, table())
-    with pytest.raises(ValueError, match=r"is \[40, 32\], and \[41, 32\] is needed, .*: give max_length=40"):
+    with pytest.raises(ValueError, match=r"are \[40, 32\], .*\[41, 32\] .*max_length=40"):
         layer(rows=41, file=file)
     save_file({"a": table(), "b": table()}, file)
-    with pytest.raises(ValueError, match=r"has 2 tensors: give a file with one, the table"):
+    with pytest.raises(ValueError, match=r"has 2 tensors"):
         layer(file=file)
     for wrong, said in ((table().int(), "I32 [40, 32]"), (table()[0], "F32 [32]"), (table()[:0], "F32 [0, 32]")):
         save_file({"a": wrong}, file)
-        with pytest.raises(ValueError, match=rf"'a' is {said}, and a table is a matrix of F32, F16, BF16".replace("[", r"\[")):
+        with pytest.raises(ValueError, match=rf"'a' is {said}, .*a matrix of F32, F16, BF16".replace("[", r"\[")):
             layer(file=file)
 
 
@@ -348,7 +346,7 @@ def test_damaged_files_are_errors(tmp_path):
         (9000).to_bytes(8, "little") + b"[" * 9000,
     ):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"the table of positions can't be read from .*bad.safetensors: "):
+        with pytest.raises(ValueError, match=r"The position.*read from .*bad.safetensors: "):
             layer(file=str(file))
 
 
@@ -356,7 +354,7 @@ def test_a_file_that_is_cut_is_an_error(tmp_path):
     file = filed(tmp_path, table(5000))
     model = layer(rows=5000, file=file)
     os.truncate(file, 100_000)
-    with pytest.raises(ValueError, match=r"it has 100000 bytes, and 'anything' ends at 640\d+; put the right file there"):
+    with pytest.raises(ValueError, match=r"it has 100000 bytes, but 'anything' ends at 640\d+. Restore"):
         vectors(model)
     with pytest.raises(ValueError, match="it has 100000 bytes"):
         model.save_pretrained(tmp_path / "saved")

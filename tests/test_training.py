@@ -97,7 +97,7 @@ def whole(tiny, tmp_path_factory, launch):
     """A run with dropout, masking, accumulation, evaluations and a best model, that nobody disturbs."""
     output = tmp_path_factory.mktemp("whole") / "out"
     said = good(launch("train_mlm", *line(tiny, output, *KEEPING, *LATEST)))
-    assert f"{output} has no complete checkpoint: from the start" in said
+    assert f"{output} has no complete checkpoint" in said
     bests = {record(output)["best_step"]} | {checkpoints.manifest(output / name)["best_step"] for name in ("step_3", "step_6")}
     folders = {"step_3", "step_6", *(f"best_{step}" for step in bests)}
     assert {path.name for path in output.iterdir() if path.is_dir()} == folders
@@ -125,7 +125,7 @@ def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, w
     assert (checkpoints.newest(output) or SimpleNamespace(name=None)).name == left
     assert ("_move" in kill[0]) == bool([*output.glob(".posenc-*/**/journal.json")]), "not killed in the last save"
     said = good(launch("train_mlm", *arguments))
-    assert (f"resumed from {output / left}" if left else "has no complete checkpoint: from the start") in said
+    assert (f"esumed from {output / left}" if left else "has no complete checkpoint") in said
     assert_same(whole, output)
     assert not list(output.glob(".*"))
 
@@ -195,7 +195,7 @@ def test_what_launchers_get_wrong(tiny, tmp_path, launch):
     restarts = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for settings, words in (
         (restarts, "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "Accelerate offers no FSDP on cpu"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "doesn't support FSDP on cpu"),
     ):
         codes, said = launch("train_mlm", *line(tiny, tmp_path / "out"), **settings)
         assert codes == [1] and words in said and "Traceback" not in said and not (tmp_path / "out").exists()
@@ -220,7 +220,7 @@ def test_a_torn_checkpoint_is_skipped(tmp_path, whole):
     for name, harm in harms.items():
         output = copy(whole, tmp_path / name, "step_3", "step_6")
         harm(output / "step_6")
-        with pytest.warns(UserWarning, match=re.escape(f"{output / 'step_6'} is not complete, and left out")):
+        with pytest.warns(UserWarning, match=re.escape(f"{output / 'step_6'} is incomplete")):
             assert checkpoints.newest(output) == output / "step_3"
 
 
@@ -235,12 +235,12 @@ def test_what_a_resumed_run_may_not_change(tiny, tmp_path, launch, whole):
 
     for flag, value in (("learning_rate", 0.02), ("position_encoding", "alibi")):
         said = refused(*LATEST, f"--{flag}", value)
-        assert f"was written with {flag} " in said and f"this run has {value}" in said
-    assert "was written with global_batch 8, and this run has 16" in refused(*LATEST, processes=2)
-    assert f"{output / 'step_3'} is there from an earlier run" in refused(code=2)
+        assert f"was written with {flag} " in said and f"this run has {flag} {value}" in said
+    assert "was written with global_batch 8, and this run has global_batch 16" in refused(*LATEST, processes=2)
+    assert f"{output / 'step_3'} exists from an earlier run" in refused(code=2)
     for path in (output / "step_4", whole / f"best_{record(whole)['best_step']}"):
         said = refused("--resume_from_checkpoint", path, code=2)
-        assert f"--resume_from_checkpoint {path}: there is no complete checkpoint" in said
+        assert f"--resume_from_checkpoint {path} isn't a complete checkpoint" in said
     assert before == sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
 
 
@@ -254,10 +254,10 @@ def test_a_full_disk(tiny, tmp_path, launch, whole):
     assert (whole / "step_3" / "model.safetensors").stat().st_size < limit
     codes, said = launch("train_mlm", *arguments, largest_file=limit)
     assert codes == [1] and "Traceback" not in said
-    assert f"{output / 'step_6'} can't be written" in said and f"the last complete checkpoint is {output / 'step_3'}" in said
+    assert f"{output / 'step_6'} can't be written" in said and f"complete checkpoint is {output / 'step_3'}" in said
     assert [path.name for path in output.iterdir()] == ["step_3"] and checkpoints.manifest(output / "step_3")
     codes, said = launch("train_mlm", *line(tiny, tmp_path / "other", "--max_train_steps", 1), largest_file=limit // 4)
-    assert codes == [1] and f"the model can't be written to {tmp_path / 'other'}" in said and "Traceback" not in said
+    assert codes == [1] and f"The model can't be written to {tmp_path / 'other'}" in said and "Traceback" not in said
     assert not (tmp_path / "other").exists()
 
 
@@ -364,8 +364,8 @@ def test_a_row_that_ruins_the_loss(tiny, tmp_path, launch, processes):
     arguments = line_with_a_ruined_token(tiny, tmp_path, 3e38, ruined)
     codes, said = launch("train_mlm", *arguments, "--per_device_train_batch_size", 4 // processes, processes=processes)
     assert 1 in codes and "Traceback" not in said
-    assert "at step 5: lower --learning_rate, or look at the rows; " in said
-    assert f"{tmp_path / 'out' / 'step_4'} is the last" in said
+    assert "at step 5" in said and "--learning_rate" in said
+    assert f"The last good checkpoint is {tmp_path / 'out' / 'step_4'}" in said
     kept = load_file(tmp_path / "out" / "step_4" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in kept.values()) and checkpoints.newest(tmp_path / "out").name == "step_4"
 
@@ -386,7 +386,7 @@ def line_with_a_ruined_token(tiny, tmp_path, value, row):
 
 def test_weights_that_are_not_finite_are_not_written(tiny, tmp_path, launch):
     codes, said = launch("train_mlm", *line_with_a_ruined_token(tiny, tmp_path, torch.inf, None))
-    assert codes == [1] and "after step 2 the weights are not finite" in said and "Traceback" not in said
+    assert codes == [1] and "fter step 2" in said and "finite" in said and "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
 
@@ -399,7 +399,7 @@ def test_metrics_are_all_finite(metrics, tmp_path):
     run.progress, run.output_dir = loop.Progress(step=3), tmp_path
     run.model = torch.nn.Linear(1, 1)
     name = next(name for name, value in metrics.items() if not math.isfinite(value))
-    with pytest.raises(SystemExit, match=f"{name} is {metrics[name]} at step 3: lower --learning_rate, .* nothing was saved"):
+    with pytest.raises(SystemExit, match=f"{name} is {metrics[name]} at step 3.*--learning_rate.*Nothing was saved"):
         run._evaluate([])
     assert not run.progress.evaluations
 
@@ -407,21 +407,21 @@ def test_metrics_are_all_finite(metrics, tmp_path):
 def test_flags_refused(tmp_path, capsys):
     out = str(tmp_path / "out")
     wrong = {
-        "--streaming": "--streaming goes with --max_train_steps",
-        "--validation_split_percentage 5 --validation_file v.txt": "is for data without another validation file",
-        "--validation_split_percentage 100": "'100': allowed is an integer from 1 to 99",
-        "--early_stopping_patience 2": "need validation rows",
-        "--keep_last 2": "--keep_last goes with --checkpointing_steps",
-        "--checkpointing_steps often": "'often': allowed is an integer from 1 on",
-        "--streaming --max_train_steps 5 --checkpointing_steps epoch": "a stream has no known epochs",
-        "--streaming --max_train_steps 5 --validation_split_percentage 5": "a stream doesn't have",
-        "--learning_rate 3e38": "'3e38': allowed is a number above 0, up to 3.4e+37",
-        "--weight_decay -1": "'-1': allowed is a number from 0 on",
-        "--seed 1.5": "'1.5': allowed is an integer from 0 to 2^32 - 1",
-        f"--seed {10**400}": "allowed is an integer from 0 to 2^32 - 1",
-        "--max_grad_norm 0": "'0': allowed is a number above 0",
-        "--with_tracking --report_to wandbb": "--report_to wandbb: installed here is",
-        "--resume_from_checkpoint nowhere": "--resume_from_checkpoint nowhere: there is no complete checkpoint",
+        "--streaming": "--streaming needs --max_train_steps",
+        "--validation_split_percentage 5 --validation_file v.txt": "--validation_split_percentage and --validation_file",
+        "--validation_split_percentage 100": "'100' must be an integer from 1 to 99",
+        "--early_stopping_patience 2": "need validation data",
+        "--keep_last 2": "--keep_last needs --checkpointing_steps",
+        "--checkpointing_steps often": "'often' must be an integer of at least 1",
+        "--streaming --max_train_steps 5 --checkpointing_steps epoch": "doesn't support --streaming",
+        "--streaming --max_train_steps 5 --validation_split_percentage 5": "Set --validation_file",
+        "--learning_rate 3e38": "'3e38' must be a number above 0 and at most 3.4e+37",
+        "--weight_decay -1": "'-1' must be a number of at least 0",
+        "--seed 1.5": "'1.5' must be an integer from 0 to 2^32 - 1",
+        f"--seed {10**400}": "must be an integer from 0 to 2^32 - 1",
+        "--max_grad_norm 0": "'0' must be a number above 0",
+        "--with_tracking --report_to wandbb": "--report_to wandbb isn't installed",
+        "--resume_from_checkpoint nowhere": "--resume_from_checkpoint nowhere isn't a complete checkpoint",
         "--lr_scheduler_type square": "invalid choice: 'square'",
     }
     for given, words in wrong.items():
@@ -433,10 +433,10 @@ def test_flags_refused(tmp_path, capsys):
 def test_a_folder_without_a_tokenizer(tmp_path):
     """Transformers makes one of special tokens for it, which reads every word as unknown."""
     stock("bert").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the original model's tokenizer there: AutoTokenizer"):
+    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the.*tokenizer there: AutoTokenizer"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
     AutoTokenizer.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has a tokenizer without a vocabulary"):
+    with pytest.raises(SystemExit, match="bare has.*a vocabulary"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
 
 
@@ -444,7 +444,7 @@ def test_a_checkpoint_that_has_lost_its_positions(tmp_path):
     given = ["--model_name_or_path", str(ROOT / "tests" / "v4" / "bert"), "--output_dir", str(tmp_path)]
     arguments = flags.argument_parser("").parse_args(given)
     tokenizer = SimpleNamespace(pad_token_id=0)
-    with pytest.raises(SystemExit, match=r"its outputs are wrong. position_embedding_type=.*`hf-posenc patch .* relative_key`"):
+    with pytest.raises(SystemExit, match=r"position_embedding_type=.*relative_key"):
         training_models.load_model(arguments, AutoModelForMaskedLM, tokenizer)
 
 
@@ -455,7 +455,7 @@ def test_encodings_of_ones_own(tmp_path, monkeypatch, own_registry, capsys):
     given = ["--model_name_or_path", "x", "--train_file", "y.txt", "--output_dir", "z", "--position_encoding", "mine"]
     with pytest.raises(SystemExit):
         flags.parse(flags.argument_parser(""), given)
-    assert "(here: --import MODULE)" in capsys.readouterr().err
+    assert "pass --import MODULE" in capsys.readouterr().err
     assert flags.parse(flags.argument_parser(""), [*given, "--import", "mine"]).position_encoding == "mine"
     del sys.modules["mine"]
     with pytest.raises(SystemExit, match="--import nothing_here: No module named 'nothing_here'"):
@@ -465,18 +465,18 @@ def test_encodings_of_ones_own(tmp_path, monkeypatch, own_registry, capsys):
 @pytest.mark.parametrize(
     ("script", "model", "more", "words"),
     [
-        ("train_mlm", "gpt2", (), "has no mask_token: see train_clm.py"),
-        ("train_clm", "bert", ("--text_column", "said"), "columns ['text'], but no `said`: see --text_column"),
+        ("train_mlm", "gpt2", (), "no mask_token"),
+        ("train_clm", "bert", ("--text_column", "said"), "no column `said`, only ['text']. See --text_column"),
         ("train_mlm", "bert", ("--train_file", "empty.txt"), "empty.txt"),
-        ("train_mlm", "bert", ("--train_file", "blank.txt"), "the train data have no rows"),
-        ("train_mlm", "bert", ("--train_file", "blank.txt", "--streaming"), "the train data have no rows"),
-        ("train_mlm", "bert", ("--train_file", "numbers.jsonl"), "`text` is to hold strings, but a row has 1"),
-        ("train_mlm", "bert", ("--train_file", "."), "holds files of several kinds, .jsonl, .txt"),
+        ("train_mlm", "bert", ("--train_file", "blank.txt"), "train data have no rows"),
+        ("train_mlm", "bert", ("--train_file", "blank.txt", "--streaming"), "train data have no rows"),
+        ("train_mlm", "bert", ("--train_file", "numbers.jsonl"), "column `text`"),
+        ("train_mlm", "bert", ("--train_file", "."), "files of several types, .jsonl, .txt"),
         ("train_mlm", "bert", ("--train_file", "nowhere.txt"), "nowhere.txt is not a file"),
-        ("train_mlm", "bert", ("--train_positions_only",), "'learned' has no parameters that could be trained alone"),
-        ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "no block of 900 tokens"),
+        ("train_mlm", "bert", ("--train_positions_only",), "--train_positions_only doesn't apply to 'learned'"),
+        ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "block of 900 tokens"),
         ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
-        ("train_mlm", "bert", ("--mlm_probability", 1.5), "'1.5': allowed is a number between 0 and 1"),
+        ("train_mlm", "bert", ("--mlm_probability", 1.5), "'1.5' must be a number between 0 and 1"),
         ("distill", "still", SHORT, "--position_encoding is missing"),
     ],
 )  # fmt: skip
@@ -541,7 +541,7 @@ def test_another_process_changes_no_result(tiny, tmp_path, launch, causal):
     more = ("--position_encoding", "alibi", "--gradient_accumulation_steps", 2, "--eval_steps", 4)
     cut = ("--per_device_train_batch_size", 2)
     said = good(launch("train_clm", *line(tiny, tmp_path / "out", *more, *cut, model="gpt2"), processes=2))
-    assert said.count("2 processes on cpu, precision no: 8 steps of 8 rows (2 x 2 x 2 accumulated)") == 1
+    assert said.count("2 processes on cpu, precision no: 8 steps of 8 ") == 1
     assert record(tmp_path / "out")["processes"] == 2
     assert_close_runs(record(tmp_path / "out"), record(causal))
 
@@ -665,16 +665,10 @@ def test_warned_where_texts_are_cut_or_fill_the_model(capsys):
     """One long text is no reason to warn of most; models without a maximum length have room."""
     lengths = [10] * 19 + [13] * 19 + [11] * 5
     arguments, model = SimpleNamespace(position_encoding="alibi", model_name_or_path="it"), stock("bert")
-    usable = "less than 1.2 times the length of most texts; the 95th percentile of their lengths is 13 tokens"
-    of_24 = "warning: 1 of 100 training texts are cut to 24 tokens; the 95th percentile of their lengths is 10 tokens\n"
+    of_24 = "Warning: 1 of 100 training texts are truncated to 24 tokens. The 95th percentile of their lengths is 10 tokens.\n"
     for given, longest, length, words in (
-        (lengths, 24, 12, "warning: 19 of 43 training texts are cut to 12 tokens; the 95th percentile"),
-        (
-            lengths,
-            15,
-            15,
-            f"warning: the model's maximum length is 15 tokens, {usable}. For longer texts, set --model_max_length 16",
-        ),
+        (lengths, 24, 12, "Warning: 19 of 43 training texts are truncated to 12 tokens."),
+        (lengths, 15, 15, "Warning: the model's maximum length is 15 tokens, less than 1.2 times"),
         (lengths, 16, 16, ""),
         (lengths, None, 512, ""),
         ([10] * 99 + [5000], 24, 24, of_24),
@@ -684,7 +678,7 @@ def test_warned_where_texts_are_cut_or_fill_the_model(capsys):
             SimpleNamespace(print=print), arguments, made, Dataset.from_dict({"length": given}), length
         )
         said = capsys.readouterr().out
-        assert said.startswith(words) and said.count("warning: ") == bool(words), (longest, length)
+        assert said.startswith(words) and said.count("Warning: ") == bool(words), (longest, length)
 
 
 @pytest.mark.parametrize(
@@ -703,10 +697,10 @@ def test_advice_for_longer_texts_keeps_what_was_learned(host, encoding, flags):
     state = torch.get_rng_state()
     said = training_models.longer(arguments, model, 99)
     command = f"hf-posenc extend a/it --max-length 99{flags} --output-dir it-99"
-    assert said == f"`{command}` keeps what it has learned. Train that with --model_name_or_path it-99"
+    assert said == f"`{command}` keeps what it has learned. Then set --model_name_or_path it-99."
     assert torch.equal(torch.get_rng_state(), state)
     said = training_models.longer(SimpleNamespace(position_encoding="alibi"), model, 99)
-    assert said == "set --model_max_length 99"
+    assert said == "set --model_max_length 99."
 
 
 def test_masks_belong_to_rows(tiny):

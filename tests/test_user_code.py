@@ -125,9 +125,7 @@ def test_files_are_copied_whole_and_bit_equal_elsewhere(own, saved):
 
 @pytest.mark.parametrize("module", KINDS["fails"])
 def test_what_cant_be_loaded_is_refused(own, module):
-    with pytest.raises(
-        ValueError, match=f"{module.replace('.', '/')}.py can't be saved with the model: .*{KINDS['fails'][module][1]}"
-    ):
+    with pytest.raises(ValueError, match=f"{module.replace('.', '/')}.py can't.*the model: .*{KINDS['fails'][module][1]}"):
         code_for([module])
 
 
@@ -184,9 +182,9 @@ def test_each_version_of_the_code_is_imported_once(module, tmp_path, caplog):
     assert import_check._imported.cache_info().misses == started + 1
     assert not [name for name in sys.modules if name.startswith("posenc_copies_")]
     said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.serialization.remote_code"]
-    assert said == [f"{module.__file__} is saved with the model, whole: whoever loads it can read it"]
+    assert said == [f"{module.__file__} is saved with the model in full. Anyone who loads the model can read it."]
     module.STEP = 3.0
-    with pytest.warns(UserWarning, match=r"own_steps.STEP is 3.0 here, and 2.0 where the file is imported again"):
+    with pytest.warns(UserWarning, match=r"own_steps.STEP is 3.0 here, and 2.0 where the.*imported again"):
         layer.save_pretrained(tmp_path / "changed")
     assert import_check._imported.cache_info().misses == started + 1
     assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
@@ -207,7 +205,7 @@ def test_values_that_were_changed_from_outside_are_refused(module, tmp_path, nam
     layer.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()  # the module's own name and folder differ in a copy
     change(module)
-    with pytest.warns(UserWarning, match=rf"own_steps\.{name} is .* where the file is imported again"):
+    with pytest.warns(UserWarning, match=rf"own_steps\.{name} is .* where the.*imported again"):
         layer.save_pretrained(tmp_path / "changed")
 
 
@@ -215,7 +213,7 @@ def test_a_full_disk_is_a_reason_and_another_time_it_may_not_be(module, tmp_path
     layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4, size=2.0)
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-        with pytest.warns(UserWarning, match="the copies can't be tried in a temporary directory: .*No such file"):
+        with pytest.warns(UserWarning, match="the copies.*temporary directory: .*No such file"):
             layer.save_pretrained(tmp_path / "model")
     layer.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()
@@ -237,7 +235,7 @@ def test_files_that_cant_be_copied(module, tmp_path):
     )
     path = Path(module.__file__)
     path.write_text("x = \n")
-    refuses("own_steps.py can't be saved with the model, since it can't be read: invalid syntax", module.Steps)
+    refuses("own_steps.py can't be saved with the model, because it can't be read: invalid syntax", module.Steps)
     path.unlink()
     refuses("can't be read: .*No such file", module.Steps)
     del sys.modules["own_steps"]

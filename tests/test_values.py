@@ -163,7 +163,7 @@ def test_an_encoding_of_values_alone(host, own_registry):
     assert_close(first(model(tokens(), attention_mask=MASK))[1, 4:], first(model(tokens()[1:, 4:]))[0])
     none = hf_posenc.patch(stock(host), "none")
     assert_apart(first(none(tokens())), outputs[0][0])
-    with pytest.raises(ValueError, match="'flash_attention_2' takes no score bias"):
+    with pytest.raises(ValueError, match="'flash_attention_2'.*score bias"):
         dispatch.attend("flash_attention_2", *attended(model))
 
 
@@ -282,7 +282,7 @@ def test_values_of_another_size():
         outputs.append(first(model(tokens())))
     assert_close(*outputs)
     posenc.value_weight = torch.nn.Parameter(torch.zeros(7, 8))
-    with pytest.raises(ValueError, match=r"value_bias of 'shaw' gave \(2, 4, 11, 8\) for an output \(2, 4, 11, 6\)"):
+    with pytest.raises(ValueError, match=r"value_bias of 'shaw' returned shape \(2, 4, 11, 8\).*\(2, 4, 11, 6\)"):
         model(tokens())
 
 
@@ -354,13 +354,13 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
 def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
     model = patched("mpnet")
     monkeypatch.setattr("hf_posenc.attention.intercept.SOFTMAX", ())
-    with pytest.raises(RuntimeError, match="MPNetSelfAttention made no product of weights and values"):
+    with pytest.raises(RuntimeError, match="MPNetSelfAttention didn't multiply weights"):
         model(tokens())
 
 
 def test_outputs_scaled_by_a_sink_are_refused():
     model = tiny("GraniteSWAModel")
-    words = r"GraniteSWAAttention, which multiplies its output.*'shaw' can't"
+    words = r"GraniteSWAAttention.*shaw"
     with pytest.raises(hf_posenc.UnsupportedModelError, match=words) as error:
         hf_posenc.patch(model, VALUES)
     assert error.value.reason == "attention whose weights aren't known"
@@ -371,7 +371,7 @@ def test_an_eager_function_without_weights(monkeypatch):
     model = patched("bert")
     eager = dispatch.host_function(model.encoder.layer[0].attention.self, "eager")
     monkeypatch.setattr(dispatch, "host_function", lambda *_: lambda *a, **k: (eager(*a, **k)[0], None))
-    with pytest.raises(ValueError, match="eager attention of BertSelfAttention doesn't give its weights, by which 'shaw' acts"):
+    with pytest.raises(ValueError, match="eager attention.*its weights, which 'shaw' needs"):
         model(tokens())
 
 

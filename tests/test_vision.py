@@ -125,7 +125,7 @@ def test_another_image_size():
     expected = states(with_vectors(larger, sinusoids([range(24)], 32)[0]), pixels)
     new = hf_posenc.patch(model, "sinusoidal")
     assert_close(states(new, pixels, interpolate_pos_encoding=True), expected)
-    with pytest.raises(ValueError, match="24 positions is longer than max_length=16"):
+    with pytest.raises(ValueError, match="24 positions.* max_length=16"):
         hf_posenc.patch(model, "alibi", max_length=PATCHES)(pixels, interpolate_pos_encoding=True)
 
 
@@ -291,7 +291,7 @@ def test_patches_left_out_unknown():
     masked[0, :10] = True
     new = hf_posenc.patch(model, "alibi")
     assert states(new, video).shape == (1, 32, 32)
-    with pytest.raises(ValueError, match="22 tokens reach an attention or layer instead of 32 patches"):
+    with pytest.raises(ValueError, match="22 tokens instead of 32 patches"):
         new(video, bool_masked_pos=masked)
 
 

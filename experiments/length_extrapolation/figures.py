@@ -24,7 +24,7 @@ GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
 """The style of the baseline's line."""
 CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 """What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
-NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
+NAMES = {"exact": "exact match", "tokens": "token accuracy", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
 """Perplexities are drawn up to this multiple of the least one, and to the largest at L; those that aren't finite count as
 LARGEST."""
@@ -64,12 +64,14 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
         scale(row[0], results, task, labels)
         about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
         row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
+    figure.suptitle("Lines: mean over seeds; shaded: range over seeds; vertical line: training length L", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
         column[0].set_title(FAMILIES[name], fontsize=10)
+        column[-1].set_xlabel("test length", fontsize=9)
         entries: dict[str, Any] = {}
         for axis in column:
             entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.28), "ncols": 2}
         column[-1].legend(list(entries.values()), list(entries), frameon=False, fontsize=8, **place)
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)

@@ -150,8 +150,8 @@ def draw(parts: Sequence[Part], path: Path) -> None:
         figures.draw_lines(axis, part.results, task, {label: style for label, style in styles.items() if label in here})
         figures.scale(axis, part.results, task, here)
         sheet.title(axis, part.heading(task), NORMAL)
-        axis.set(ylabel=figures.NAMES[figures.CURVES[ALL[task].measure]], xlabel="length of the test")
-    sheet.heading("means over seeds; shaded: from the least to the largest; upright: L; dotted: chance", NORMAL)
+        axis.set(ylabel=figures.NAMES[figures.CURVES[ALL[task].measure]], xlabel="test length")
+    sheet.heading("lines: mean over seeds; shaded: range over seeds; vertical line: training length L; dotted: chance", NORMAL)
     sheet.legend(columns=2 * columns)
     sheet.finish()
 

@@ -316,7 +316,7 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         if refusal := known_models.refusal_of(module):
             raise UnsupportedModelError(
-                f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
+                f"hf-posenc doesn't support {type(stack).__name__}: {path} is a {type(module).__name__}, which {refusal.why}"
                 if path
                 else f"{type(stack).__name__} {refusal.why}",
                 reason="unsupported attention",

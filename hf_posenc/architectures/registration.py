@@ -29,7 +29,7 @@ def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: C
         ValueError: `cls` is a class of Transformers; those need no registration.
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ValueError(f"{cls!r}: allowed is a subclass of PreTrainedModel, of your own")
+        raise ValueError(f"cls={cls!r} can't be registered. It must be a custom subclass of PreTrainedModel.")
     _refuse_transformers(cls)
     declare(cls, path, disabled_output)
 
@@ -52,7 +52,7 @@ def register_attention(
         ValueError: `cls` is not a module class, or is a class of Transformers.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ValueError(f"{cls!r}: allowed is a subclass of torch.nn.Module, of your own")
+        raise ValueError(f"cls={cls!r} can't be registered. It must be a custom subclass of torch.nn.Module.")
     _refuse_transformers(cls)
     if scaling is None:
         scaling = custom.inverse_sqrt_head_dim

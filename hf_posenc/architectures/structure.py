@@ -62,7 +62,7 @@ class Structure:
     def planned(cls, stack: Any, plan: StackPlan) -> "Structure":
         """What a plan says of a stock stack. Raises ValueError where it doesn't fit, with the name of the module."""
         if changed := {name for name, value in plan.settings if getattr(stack.config, name, value) != value}:
-            raise ValueError(f"config.{min(changed)} is another than when config.position_plan was made: {REMEDY}")
+            raise ValueError(f"config.{min(changed)} has changed since config.position_plan was made. {REMEDY}")
         modules = dict(stack.named_modules())
         kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
         components: list[PositionComponent] = []
@@ -268,7 +268,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     there = {plan.role for plan in plans}
     there |= {"cross" for plan in plans if plan.cross_attentions and plan.role == "decoder"}
     if missing := {*where} - there:
-        raise ValueError(f"config.position_plan has no {min(missing)!r}, which position_encoding['where'] names: {REMEDY}")
+        raise ValueError(f"config.position_plan has no {min(missing)!r}, which position_encoding['where'] names. {REMEDY}")
     for plan in (plan for plan in plans if not wanted or plan.role in wanted):
         paths = [path for path, module in models.items() if original_class(module).__name__ == plan.stack and path not in found]
         paths = [path for path in paths if not is_patched(models[path])]
@@ -287,8 +287,8 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     if not (found or taken) or left:
         place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
         raise ValueError(
-            f"config.position_plan of this {type(model).__name__} {'leaves out' if left else 'describes'} {place}"
-            f"{'' if left else ', which it does not have'}: {REMEDY}"
+            f"config.position_plan of this {type(model).__name__} {'omits' if left else 'describes'} {place}"
+            f"{'' if left else ', which the model does not have'}. {REMEDY}"
         )
     return {path: found[path] for path in reversed(models) if path in found}
 
@@ -298,7 +298,10 @@ def roles(where: Collection[str]) -> set[str]:
     return {"decoder" if name == "cross" else name for name in where}
 
 
-REMEDY = "restore the config that was saved with the model, or set its position_plan to None: hf_posenc finds the parts again"
+REMEDY = (
+    "Restore the config that was saved with the model, or set its position_plan to None. hf-posenc then detects the structure "
+    "again."
+)
 
 
 def original_class(model: Any) -> type:
@@ -335,7 +338,7 @@ def matching(pattern: str, modules: Iterable[str]) -> Iterator[str]:
 
 
 def _misfit(stack: Any, path: str, there: str) -> ValueError:
-    return ValueError(f"config.position_plan names {path!r}, where this {type(stack).__name__} has {there}: {REMEDY}")
+    return ValueError(f"config.position_plan names {path!r}, but this {type(stack).__name__} has {there} there. {REMEDY}")
 
 
 def _least(lengths: Iterable[int | None]) -> int | None:

@@ -187,9 +187,8 @@ def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
     """Raises ValueError for a bias other than `[1 or H, ...]`."""
     if bias.shape[0] not in (1, heads):
         raise ValueError(
-            f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
-            f"{heads}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
-            "that rotates or adds vectors"
+            f"The {encoding.type!r} encoding has biases for {bias.shape[0]} heads, but this attention has {heads}, because a "
+            "tensor-parallel plan has split them over processes. Use FSDP or DDP, or an encoding that rotates or adds vectors."
         )
 
 
@@ -200,8 +199,8 @@ def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distanc
     if not pair or any(each is not None and tuple(each.shape) not in shapes for each in vectors):
         given = [tuple(each.shape) if isinstance(each, Tensor) else each for each in (vectors if pair else [vectors])]
         raise ValueError(
-            f"distance_vectors of {encoding.type!r} gave {', '.join(map(str, given))} for {distances} distances: give a pair, "
-            f"(for queries, for keys), each None or of shape {shapes[0]} or, for each head, {shapes[1]}"
+            f"distance_vectors of {encoding.type!r} returned {', '.join(map(str, given))} for {distances} distances. Return a "
+            f"pair, (for queries, for keys), each None or of shape {shapes[0]} or, with vectors for each head, {shapes[1]}."
         )
 
 
@@ -256,8 +255,8 @@ def _visible_spans(call: AttentionCall) -> VisibleSpans | None:
 def _check_mask(mask: Any) -> None:
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(
-            f"the attention mask is a {type(mask).__name__}, made for another implementation than this attention runs: its "
-            "name was set in one of several configs of the model; set it by model.set_attn_implementation"
+            f"The attention mask is a {type(mask).__name__}, made for another implementation than the one that runs here. The "
+            "name was set in only one of the model's configs. Set it with model.set_attn_implementation."
         )
 
 
@@ -303,9 +302,9 @@ def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
     """
     if not FLEX_TAKES_BIASES:
         raise ValueError(
-            f"the flex attention of this release of Transformers ignores the biases of "
-            f"{', '.join(repr(each.type) for each in call.biasing)}: call model.set_attn_implementation('sdpa'), or upgrade, "
-            'pip install "transformers>=5.14"'
+            f"The flex attention of this Transformers release ignores the biases of "
+            f"{', '.join(repr(each.type) for each in call.biasing)}. Call model.set_attn_implementation('sdpa'), or run "
+            'pip install "transformers>=5.14".'
         )
     biasing, query, key, context, own = call.biasing, call.query, call.key, call.context, call.own_bias
     by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
@@ -337,7 +336,9 @@ def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
     """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for one of another number of axes."""
     bias = encoding("distance_bias", distance)
     if bias is not None and bias.ndim < 2:
-        raise ValueError(f"distance_bias of {encoding.type!r} gave {tuple(bias.shape)}: give [H, N], or [1, N] for all heads")
+        raise ValueError(
+            f"distance_bias of {encoding.type!r} returned {tuple(bias.shape)}. Return [H, N], or [1, N] for all heads."
+        )
     return bias
 
 
@@ -438,8 +439,8 @@ def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionCo
         return torch.where(mask, bias, lowest)
     if not mask.is_floating_point():
         raise ValueError(
-            f"an attention_mask of shape {tuple(mask.shape)} and type {mask.dtype} would be added to the scores as it is: give "
-            "a boolean one (True: seen), a float one (0: seen, -inf: hidden), or a 2-D one of 0 and 1"
+            f"attention_mask has shape {tuple(mask.shape)} and type {mask.dtype}, and would be added to the scores unchanged. "
+            "Pass a boolean mask (True: visible), a float mask (0: visible, -inf: hidden), or a 2-D mask of 0 and 1."
         )
     # A sum below the lowest number would be -inf, and a row of those is NaN.
     return (bias + mask.to(bias.dtype)).clamp(min=lowest)

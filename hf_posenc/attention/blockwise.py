@@ -111,8 +111,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "gradients of this attention can't be differentiated once more (create_graph=True): call "
-                "model.set_attn_implementation('eager')"
+                "This attention doesn't support second-order gradients (create_graph=True). Call "
+                "model.set_attn_implementation('eager')."
             )
         query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
         columns = ctx.settings.columns(values, for_queries, for_keys)

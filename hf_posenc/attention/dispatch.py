@@ -158,8 +158,8 @@ class KeyRotatingCache:
             if rotated.shape[-1] == key.shape[-1]:
                 raise
             raise ValueError(
-                f"this encoding makes keys of {rotated.shape[-1]} features, and the cache holds some of another size, which "
-                "came from elsewhere (prefix tuning): take an encoding that keeps the size of keys"
+                f"This encoding makes keys of {rotated.shape[-1]} features, but the cache holds keys of another size from "
+                "elsewhere, such as prefix tuning. Use an encoding that keeps the size of keys."
             ) from error
 
 
@@ -232,8 +232,8 @@ def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[Pos
     """Why an attention implementation can't carry encodings, or None."""
     if not implementation.startswith(TAKE_A_BIAS) and any(map(touches_scores, encodings)):
         return (
-            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
-            "use 'sdpa', 'flex_attention' or 'eager'"
+            f"attn_implementation={implementation!r} doesn't support score biases, so the encoding would have no effect. "
+            "Use 'sdpa', 'flex_attention', or 'eager'."
         )
     return None
 
@@ -258,8 +258,8 @@ def attend(
         context = context.for_cross_attention(key.shape[2])
     elif context is not of_stack and key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "
-            "those, so no distance is known between them: take an encoding that adds vectors, or another host"
+            f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys of other tokens, so the "
+            "distances between them are unknown. Use an additive encoding, or another model."
         )
     context = context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = active_encodings(module, context)
@@ -313,10 +313,9 @@ def with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     output, weights = function(call.module, query, key, value, mask, **options)
     if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
         raise ValueError(
-            f"the eager attention of {type(call.module).__name__} doesn't give its weights, by which "
-            f"{', '.join(repr(each.type) for each in call.encodings if each.needs_attention_weights())} acts on its "
-            f"output: take an "
-            "encoding without value vectors"
+            f"The eager attention of {type(call.module).__name__} doesn't return its weights, which "
+            f"{', '.join(repr(each.type) for each in call.encodings if each.needs_attention_weights())} needs to change "
+            "its output. Use an encoding without value vectors."
         )
     added = value_bias(call.encodings, weights, value.shape[-1], call.context)
     return output + added.transpose(1, 2).to(output.dtype), weights
@@ -335,9 +334,9 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
         term = encoding("value_bias", weights, context) if encoding.needs_attention_weights() else None
         if term is not None and term.shape != wanted:
             raise ValueError(
-                f"value_bias of {encoding.type!r} gave {tuple(term.shape)} for an output {wanted} (batch, heads, queries, size "
-                "of the values): where this host's values have another size than its keys, take an encoding without value "
-                "vectors"
+                f"value_bias of {encoding.type!r} returned shape {tuple(term.shape)}, but must return {wanted} (batch, heads, "
+                "queries, size of the values). If the values of this model have another size than its keys, use an encoding "
+                "without value vectors."
             )
         total = total if term is None else total + term
     return context.pad_extra(total.expand(wanted).mT, dims=1).mT
@@ -347,19 +346,19 @@ def continuous_batching_error(encodings: Iterable[PositionEncoding | type[Positi
     """Why continuous batching can't carry encodings, or None. rotate_anew: whether one rotates all keys at every step."""
     if rotate_anew:
         return (
-            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, rotated, and this "
-            "encoding rotates all of them anew at every step: use model.generate with a padded batch"
+            "Continuous batching (generate_batch) keeps the rotated keys of several texts in one paged cache, but this "
+            "encoding rotates all keys again at every step. Use model.generate with a padded batch."
         )
     encodings = list(encodings)
     if any(each.changes_head_dim for each in encodings):
         return (
-            "continuous batching (generate_batch) allocates its paged cache for keys of the model's own head_dim, and this "
-            "encoding makes wider ones: use model.generate with a padded batch"
+            "Continuous batching (generate_batch) allocates its paged cache for keys of the model's own head_dim, but this "
+            "encoding makes wider keys. Use model.generate with a padded batch."
         )
     if any(map(touches_scores, encodings)):
         return (
-            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
-            "distance can be given: use model.generate with a padded batch"
+            "Continuous batching (generate_batch) keeps the keys of several texts in one paged cache, which doesn't support "
+            "biases. Use model.generate with a padded batch."
         )
     return None
 
@@ -369,8 +368,8 @@ def host_function(module: nn.Module, implementation: str) -> Function:
     if implementation != "eager":
         if implementation not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(
-                f"attn_implementation={implementation!r} is not known to Transformers: use 'sdpa', 'eager', or register it by "
-                "transformers.AttentionInterface.register"
+                f"attn_implementation={implementation!r} is unknown to Transformers. Use 'sdpa' or 'eager', or register it "
+                "with transformers.AttentionInterface.register."
             )
         return ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(module, "reorder_and_upcast_attn", False):

@@ -44,21 +44,19 @@ def forward(
     if row.unsupported_inputs:
         call = BoundCall(argument_names(module), args, kwargs)
         if beside := [name for name in row.unsupported_inputs if call[name] is not None]:
-            raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
+            raise ValueError(f"{type(module).__name__} received {beside[0]!r}. {BESIDE}")
     has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
     product = InterceptQK(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
         output = type(module).forward(module, *args, **kwargs)
     if not product.qk_intercepted:
-        raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
+        raise RuntimeError(f"{type(module).__name__} didn't multiply queries by keys, so the encoding had no effect.")
     if product.pending is not None:
-        raise RuntimeError(f"{type(module).__name__} made no product of weights and values: the encoding could not act on it")
+        raise RuntimeError(f"{type(module).__name__} didn't multiply weights by values, so the encoding had no effect.")
     return output
 
 
-BESIDE = (
-    "inputs beside the tokens (an image, entities, a prompt, memories, targets), whose positions aren't known: leave them out"
-)
+BESIDE = "Inputs other than tokens (an image, entities, a prompt, memories, targets) have unknown positions. Omit these inputs."
 
 
 class InterceptQK(TorchFunctionMode):
@@ -253,8 +251,8 @@ class InterceptQK(TorchFunctionMode):
         context = self.context.with_length(query.shape[2], query.device).for_attention(scaling, layer)
         if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
             raise ValueError(
-                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
-                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
+                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but only the "
+                f"positions of {context.length} new and {context.past} cached tokens are known. {BESIDE}"
             )
         encodings = dispatch.active_encodings(self.module, context)
         if any(encoding.needs_attention_weights() for encoding in encodings):

@@ -37,7 +37,7 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
 
 def sparse(module: Any) -> str:
     """Of attentions that never multiply all queries by all keys."""
-    return "cuts its queries and keys into pieces"
+    return "splits its queries and keys into chunks"
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
@@ -123,6 +123,9 @@ UNSUPPORTED = {
     "convbert.ConvBertSelfAttention": Refusal("adds the output of convolutions, which depend on order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
+    ),
+    "dory.DoryAttention": Refusal(
+        "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
     ),
     "eomt.EomtForUniversalSegmentation": Refusal(
         "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."

@@ -1,16 +1,25 @@
-"""`hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | model-card | push`
+"""`hf-posenc list | inspect | patch | convert | unpatch | extend | export | eval | bench | plot | explore | model-card | push`
 
-One file per subcommand. What they share: `arguments` (arguments of several commands), `catalog` (what is known without torch),
-`completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written), `figures`
-(the commands of plot).
+Each subcommand has its own module. These modules are shared:
+
+- `arguments`: arguments of several commands
+- `catalog`: data that is available without torch
+- `completion`: shell completion
+- `output`: text and JSON output
+- `folders`, `texts`: reading and writing models and texts
+- `figures`: the commands of `hf-posenc plot`
 """
 
 import contextlib
 import importlib
+import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
+
+from hf_posenc._versions import install
 
 try:
     import typer
@@ -18,7 +27,7 @@ try:
     from rich.markup import escape
     from typer.core import TyperCommand, TyperGroup
 except ImportError as error:
-    raise SystemExit(f'hf-posenc needs typer and rich ({error}): pip install "hf-posenc[cli]"') from None
+    raise SystemExit(f"The hf-posenc command needs typer and rich ({error}). Run: {install('cli')}") from None
 
 import hf_posenc
 from hf_posenc.evaluation import terminals
@@ -26,15 +35,17 @@ from hf_posenc.evaluation import terminals
 console = Console(soft_wrap=True)
 DEBUG = "--debug"
 WITH_TORCH = ("__main__", "figures", "folders", "texts")
-"""Modules here that commands import when they run. The others import no torch, so that help and completion are immediate."""
+"""Modules that commands import only when they run. The others don't import torch, so help and completion are fast."""
 FOREIGN_CODE = "execute custom code"
-"""What Transformers' error for a checkpoint with code of its own says."""
+"""Part of Transformers' error message for a checkpoint with custom code."""
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether bad input, a missing extra, a full disk or an unreachable Hub raised it. Anything else is a bug and gets a
-    traceback."""
-    from huggingface_hub.errors import HTTPError  # of the HTTP library that huggingface_hub uses
+    """Whether bad input, a missing extra, a full disk, or an unreachable Hub caused the error.
+
+    Any other error is a bug and is shown with its traceback.
+    """
+    from huggingface_hub.errors import HTTPError
     from safetensors import SafetensorError
 
     return isinstance(error, (ValueError, OSError, ImportError, HTTPError, SafetensorError))
@@ -42,7 +53,7 @@ def is_expected(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def asking_on_a_terminal() -> Iterator[None]:
-    """Without a terminal, Transformers refuses a checkpoint's code instead of asking whether to run it."""
+    """Without a terminal, makes Transformers reject a checkpoint's custom code instead of asking whether to run it."""
     from transformers import dynamic_module_utils
 
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
@@ -55,19 +66,25 @@ def asking_on_a_terminal() -> Iterator[None]:
 
 
 def _hint(error: str) -> str:
-    """What to do about an error on the command line, where it isn't what to do in Python."""
-    if "import the module that defines" in error:
-        return " (here: hf-posenc --import MODULE …)"
+    """The remedy on the command line, for errors whose remedy differs from the one in Python. Otherwise empty."""
+    end = "" if error.endswith(".") else "."
+    if "import the module that defines" in error.lower():
+        return f"{end} On the command line, run: hf-posenc --import MODULE …"
     if FOREIGN_CODE in error:
         return (
-            " (here: run the command on a terminal, which asks first; or hf-posenc --import MODULE …, with a module that "
-            "registers the model's classes)"
+            f"{end} On the command line, run the command in a terminal, which asks first. Or register the model's classes in a "
+            "module and run: hf-posenc --import MODULE …"
         )
     return ""
 
 
+def _unwrapped(text: str) -> str:
+    """Help text with each paragraph on one line, because typer keeps the line breaks. Labels and examples keep their lines."""
+    return re.sub(r"(?<=\S)\n(?=\S)(?!\[bold\])", " ", inspect.cleandoc(text))
+
+
 class Group(TyperGroup):
-    """Prints expected errors in one line and exits with code 1; with --debug, anywhere on the line, they get a traceback."""
+    """Prints expected errors on one line and exits with code 1. With --debug, anywhere on the line, it shows the traceback."""
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         terminals.set_up()
@@ -76,12 +93,12 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, BrokenPipeError):  # `hf-posenc list | head`: typer ends without a word
+        except (typer.Exit, BrokenPipeError):  # typer handles a closed pipe, such as `hf-posenc list | head`
             raise
         except Exception as error:
-            option = getattr(error, "option_name", None)  # of an option that the subcommand hasn't
+            option = getattr(error, "option_name", None)  # an option that the subcommand doesn't have
             if hasattr(error, "message") and any(option in parameter.opts for parameter in self.params):
-                error.message = f"{option} goes before the subcommand: {ctx.command_path} {option} …"
+                error.message = f"{option} must be before the subcommand: {ctx.command_path} {option} …"
             if ctx.params.get("debug") or not is_expected(error):
                 raise
             said = f"[bold red]Error:[/] {escape(str(error) + _hint(str(error)))}"
@@ -96,8 +113,15 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class ModelCommand(TyperCommand):
-    """A command that works with models: torch, Transformers, and the public names of hf_posenc are imported when it runs."""
+class Command(TyperCommand):
+    """A command whose help text has each paragraph on one line."""
+
+    def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
+        super().__init__(*arguments, help=_unwrapped(help or ""), **settings)
+
+
+class ModelCommand(Command):
+    """A command that uses models. It imports torch, Transformers, and the public API of hf_posenc when it runs."""
 
     def invoke(self, ctx: Any) -> Any:
         importlib.import_module("hf_posenc.api")
@@ -111,7 +135,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # --max_length is --max-length
-    help="Change the position encoding of a Transformers model.",
+    help="Replace, extend, and analyze position encodings in Transformers models.",
 )
 
 
@@ -125,10 +149,10 @@ def _version(wanted: bool) -> None:
 def options(
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", help="A module with custom encodings. Can be repeated.", show_default="none"),
+        typer.Option("--import", help="Module with custom encodings. Can be repeated.", show_default="none"),
     ] = None,
     debug: Annotated[
-        bool, typer.Option(DEBUG, envvar="HF_POSENC_DEBUG", help="Show tracebacks of errors, anywhere on the line.")
+        bool, typer.Option(DEBUG, envvar="HF_POSENC_DEBUG", help="Show tracebacks. Valid anywhere on the command line.")
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of several commands, and how their values are parsed."""
+"""Arguments that several commands share, and parsers for their values."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,36 +8,37 @@ import typer
 from hf_posenc.cli import completion
 from hf_posenc.cli.catalog import catalog
 
-LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
+LISTS = "Values can be JSON. Lists: [1, 2] or 1,2."
 
-ENCODING = 'A name, a composition "a+b", or JSON with "type".'
+ENCODING = 'Encoding name, composition "a+b", or JSON with "type".'
 
 Encoding = Annotated[str, typer.Argument(help=ENCODING, autocompletion=completion.encodings)]
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        help="Maximum length in tokens.", show_default="no limit for computed encodings, the model's own length for tables"
+        help="Maximum length in tokens.", show_default="no limit; for position embeddings, the model's maximum length"
     ),
 ]
 Options = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"An option of the encoding, name=value or part__name=value. Can be repeated. {LISTS}",
-        show_default="the encoding's, see hf-posenc list",
+        help=f"Option of the encoding: name=value or part__name=value. Can be repeated. {LISTS}",
+        show_default="see hf-posenc list",
     ),
 ]
-Layers = Annotated[str | None, typer.Option(help="A slice such as 3::4, or indices such as 0,2.", show_default="all layers")]
+Layers = Annotated[str | None, typer.Option(help="Layers to apply the encoding in: 3::4 or 0,2.", show_default="all")]
 Submodel = Annotated[
     str | None,
     typer.Option(
-        help="The submodel of a composite model (CLIP), as a dotted path. The error without it lists them.",
-        show_default="the whole model",
+        help="Dotted path of the submodel to use in a composite model such as CLIP (for example, text_model).",
+        show_default="none",
     ),
 ]
 Where = Annotated[
     str | None,
     typer.Option(
-        help="One or more of encoder, decoder, cross, such as encoder,cross, or JSON with an encoding for each.",
+        help="Encoder-decoder models: where the encoding applies (encoder, decoder, cross; comma-separated), or JSON that maps "
+        "each to an encoding.",
         show_default="encoder,decoder",
         autocompletion=completion.one_of("where"),
     ),
@@ -45,20 +46,20 @@ Where = Annotated[
 Inject = Annotated[
     str,
     typer.Option(
-        help=f"Where an additive encoding adds its vectors: {', '.join(catalog()['inject'])}.",
+        help=f"Where an additive encoding is added: {', '.join(catalog()['inject'][:-1])}, or {catalog()['inject'][-1]}.",
         autocompletion=completion.one_of("inject"),
     ),
 ]
-KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
+KeepHost = Annotated[bool, typer.Option(help="Keep the original positions for hf-posenc unpatch.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the model and tokenizer in the output directory. Other files are kept.")]
 MODEL = "Local path or Hub ID of a model, patched or not."
 FILES = ".jsonl, .json, .csv, .parquet, or .txt"
 Queries = Annotated[
     Path | None,
-    typer.Option(help="20 rows or more: a `query` and the `document` it should find.", show_default="sentences of the texts"),
+    typer.Option(help="File with at least 20 rows, columns `query` and `document`.", show_default="generated from --texts"),
 ]
-TextColumn = Annotated[str, typer.Option(help="The column of --texts.")]
-OutputDir = Annotated[Path, typer.Option(help="The directory to save the model and its tokenizer in.")]
+TextColumn = Annotated[str, typer.Option(help="Column of --texts that contains the texts.")]
+OutputDir = Annotated[Path, typer.Option(help="Output directory for the model and its tokenizer.")]
 
 
 def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
@@ -66,29 +67,29 @@ def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
     settings = given_settings(options)
     for name in settings:
         if name in ("type", "max_length", "layers", "submodel", "where", "inject", "original"):
-            raise ValueError(f"--option {name}: {name!r} is no option of an encoding; see hf-posenc patch --help")
+            raise ValueError(f"--option {name}: {name!r} isn't an option of an encoding. See hf-posenc patch --help.")
         if name in encoding:
-            raise ValueError(f"--option {name}: {name!r} is given twice")
+            raise ValueError(f"--option {name}: {name!r} is set twice. Set it once.")
     return {**encoding, **settings}
 
 
 def given_settings(options: list[str]) -> dict[str, Any]:
-    """The values of --option name=value, by name."""
+    """The values of --option name=value by name."""
     from hf_posenc.encodings import parse_value
 
     settings: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
         if not name or not equals:
-            raise ValueError(f"--option {option!r}: give name=value")
+            raise ValueError(f"--option {option!r} must have the form name=value.")
         if name in settings:
-            raise ValueError(f"--option {option!r}: {name!r} is given twice")
+            raise ValueError(f"--option {option!r}: {name!r} is set twice. Set it once.")
         settings[name] = parse_value(value)
     return settings
 
 
 def given_where(text: str) -> Any:
-    """The value of --where: a name, several with commas, or JSON."""
+    """The parsed value of --where: a name, several names separated by commas, or JSON."""
     from hf_posenc.encodings import parse_value
 
     value = parse_value(text)
@@ -102,4 +103,4 @@ def _parsed(encoding: str) -> dict[str, Any]:
     try:
         return parsed_json(encoding)
     except ValueError as error:
-        raise ValueError(f"{short_repr(encoding)} is no JSON: {error}") from None
+        raise ValueError(f"{short_repr(encoding)} isn't valid JSON: {error}") from None

@@ -16,21 +16,20 @@ if TYPE_CHECKING:
 
 @app.command("bench", cls=ModelCommand)
 def bench(
-    models: Annotated[
-        list[str], typer.Argument(help="Local paths or Hub IDs. The first, such as the stock model, is the baseline.")
-    ],
+    models: Annotated[list[str], typer.Argument(help="Local paths or Hub IDs. The first is the baseline.")],
     length: Annotated[
-        list[int] | None, typer.Option(min=1, help="Length of a text in tokens. Can be repeated.", show_default="128 and 512")
+        list[int] | None, typer.Option(min=1, help="Input length in tokens. Can be repeated.", show_default="128 and 512")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts in a batch.")] = 1,
-    rounds: Annotated[int, typer.Option(min=2, help="Number of interleaved rounds.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="Number of rounds per model.")] = 10,
     device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0.", show_default="the GPU where there is one")
+        str | None, typer.Option(help="Device, such as cpu or cuda:0.", show_default="cuda if available, otherwise cpu")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the speed of models on this machine, by length: interleaved forward passes, medians of ratios.
+    """Benchmark forward passes by input length, relative to the first model (medians over rounds).
 
+    Example:
     [bold]hf-posenc bench bert-base-uncased bert-alibi --length 128 --rounds 5[/]
     """
     from hf_posenc.cli.folders import load, names_of
@@ -41,7 +40,7 @@ def bench(
     place = _device(device)
     loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
     found = throughput.speeds(loaded, length or [128, 512], batch_size, rounds)
-    about = f"milliseconds of a pass of {batch_size} on {place}, throughput relative to {names[0]} (quartiles)"
+    about = f"milliseconds per forward pass (batch size {batch_size}, {place}), throughput relative to {names[0]} (quartiles)"
     out.result(by_length(about, {tokens: {name: _shown(each.get(name)) for name in names} for tokens, each in found.items()}))
     out.document({tokens: {name: asdict(speed) for name, speed in each.items()} for tokens, each in found.items()})
 
@@ -60,13 +59,15 @@ def _device(name: str | None) -> "torch.device":
     try:
         torch.empty(0, device=name)
         return torch.device(name)
-    except (RuntimeError, AssertionError) as error:  # a name that there isn't; a torch without it, or no such device
-        raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}; cpu is always there") from None
+    except (RuntimeError, AssertionError) as error:  # an unknown name, a torch without CUDA, or a missing device
+        raise ValueError(
+            f"--device {name!r} isn't available: {str(error).splitlines()[0]} Use cpu or another device."
+        ) from None
 
 
 def _shown(speed: "Speed | None") -> str:
     if speed is None:
-        return "reads fewer"
+        return "too long"
     shown = f"{speed.milliseconds:.3g}"
     if speed.ratio is None or speed.quartiles is None:
         return shown

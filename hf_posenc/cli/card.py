@@ -11,19 +11,18 @@ from hf_posenc.cli import ModelCommand, app, console
 @app.command("model-card", cls=ModelCommand)
 def card(
     folder: Annotated[Path, typer.Argument(help="Local path of a saved model.", exists=True, file_okay=False)],
-    repo_id: Annotated[str | None, typer.Option(help="The Hub ID in the card.", show_default="the folder's name")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Hub ID in the card.", show_default="the directory's name")] = None,
     figures: Annotated[
-        list[str] | None, typer.Option(help="The name of an image next to the card. Can be repeated.", show_default="none")
+        list[str] | None, typer.Option(help="File name of an image next to the card. Can be repeated.", show_default="none")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="The file to write, such as README.md.", show_default="standard output")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Output file, such as README.md.", show_default="standard output")] = None,
 ) -> None:
-    """Generate the model card from the model's config and its evaluation. No weights are read.
+    """Generate a model card from the model's config and evaluation, without reading weights.
 
+    The tables show the results in evaluation.json in the model's directory. The training scripts write this file.
+
+    Example:
     [bold]hf-posenc model-card bert-alibi --repo-id me/bert-alibi --output bert-alibi/README.md[/]
-
-    Its tables show the results in the folder's evaluation.json, which the training scripts write.
     """
     import hf_posenc
     from hf_posenc.hub.cards import replaceable
@@ -32,10 +31,10 @@ def card(
     atomic.recover(folder)
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:
-        raise ValueError(f"{output} was written by hand, and stays as it is: choose another --output")
+        raise ValueError(f"{output} was written or edited manually, so it was not changed. Choose another --output.")
     text = hf_posenc.model_card(folder, repo_id or folder.resolve().name, figures=figures or (), metadata=kept)
     if output is None:
         print(text, end="")
     else:
         atomic.write_text(output, text)
-        console.print(f"written to {output}", markup=False)
+        console.print(f"Model card written to {output}.", markup=False)

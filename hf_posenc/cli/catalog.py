@@ -1,7 +1,7 @@
-"""What the command line shows before any model is loaded: encodings, methods, and figures.
+"""The encodings, methods, and figures that the command line shows before it loads a model.
 
-Read from catalog.json, since the modules that define them import torch, which takes seconds. Write the file again after a
-change of them: `python -m hf_posenc.cli.catalog`.
+They are read from catalog.json, because the modules that define them import torch, which takes seconds. After you change
+these modules, regenerate the file: `python -m hf_posenc.cli.catalog`.
 """
 
 import functools
@@ -15,13 +15,18 @@ FILE = Path(__file__).with_name("catalog.json")
 
 @functools.cache
 def catalog() -> dict[str, Any]:
-    """encodings: name -> the fields of `encodings.catalog.Entry`, and its `facts`. inject, where, methods: what arguments
-    take. extend_methods: the methods by kind of positions. figures: name -> the first paragraph of its docstring."""
+    """The contents of catalog.json.
+
+    encodings: name -> the fields of `encodings.catalog.Entry`, and its `facts`.
+    inject, where, methods: the allowed values of these arguments.
+    extend_methods: kind of positions -> its methods.
+    figures: name -> the first paragraph of its docstring.
+    """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def encodings() -> dict[str, Any]:
-    """Name -> the fields of `encodings.catalog.Entry`, and its `facts`. Custom encodings that are registered are included."""
+    """Name -> the fields of `encodings.catalog.Entry`, and its `facts`, including registered custom encodings."""
     import sys
 
     if "hf_posenc.encodings" not in sys.modules:
@@ -36,12 +41,12 @@ def computed_encodings() -> dict[str, Any]:
 
 
 def computed() -> dict[str, Any]:
-    """The same as `catalog`, from the modules that define it; without custom encodings."""
+    """The contents of `catalog`, computed from the modules that define them, without custom encodings."""
     import inspect
 
     from hf_posenc import plots  # noqa: F401  # registers the figures
     from hf_posenc.configuration import INJECT, WHERE
-    from hf_posenc.conversion.extension import CHOICE, METHODS
+    from hf_posenc.conversion.extension import METHODS, ROTARY, TABLES
     from hf_posenc.diagnostics.registry import FIGURES
     from hf_posenc.encodings.registry import list_encodings
 
@@ -51,7 +56,7 @@ def computed() -> dict[str, Any]:
         "inject": [*INJECT],
         "where": [*WHERE],
         "methods": [*METHODS],
-        "extend_methods": CHOICE,
+        "extend_methods": {"Learned positions": [*TABLES], "RoPE": [*ROTARY]},
         "figures": {name: inspect.getdoc(each.draw).partition("\n\n")[0] for name, each in sorted(FIGURES.items())},
     }
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.model_comparison import Pair
 
 DOCUMENTS = 200
-"""Maximum number of documents in the comparison, which takes far longer than the conversion."""
+"""Maximum number of documents in the comparison, which takes much longer than the conversion."""
 
 TEXT_LENGTH = 256
-"""Maximum length of a text in training, in tokens. The default of hf_posenc.training.distill."""
+"""Maximum length of a text in training, in tokens. It is the default of hf_posenc.training.distill."""
 
 STDERR = 2
 """The file descriptor of standard error."""
@@ -42,9 +42,9 @@ STDERR = 2
 
 @app.command("convert", cls=ModelCommand)
 def convert(
-    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a trained model that isn't patched.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a trained, unpatched model.")],
     encoding: Encoding,
-    texts: Annotated[Path, typer.Option(help=f"24 in-domain texts or more: {FILES} with one in each line.")],
+    texts: Annotated[Path, typer.Option(help=f"File with at least 24 in-domain texts ({FILES} with one text per line).")],
     output_dir: OutputDir,
     max_length: MaxLength = None,
     option: Options = None,
@@ -52,20 +52,22 @@ def convert(
     submodel: Submodel = None,
     text_column: TextColumn = "text",
     queries: Queries = None,
-    train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
+    train_steps: Annotated[int, typer.Option(min=0, help="Number of distillation steps after the calibration.")] = 0,
     exportable: Annotated[bool, typer.Option(help="Choose options that hf-posenc export supports.")] = False,
-    compare: Annotated[bool, typer.Option(help="Compare the models by length at the end.")] = True,
+    compare: Annotated[bool, typer.Option(help="Compare the models by input length at the end.")] = True,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a trained model to another position encoding, calibrated on your texts, and measure what changes.
+    """Convert a trained model to another position encoding, calibrated on your texts, and compare the results.
 
-    A model of sentence-transformers keeps its modules, pooling and lengths.
+    A sentence-transformers model keeps its modules, pooling, and lengths.
 
+    At the end, the command compares retrieval with the original, the calibrated, and the trained model. All models answer the
+    same queries: those of --queries, or sentences from the texts. The original reads texts beyond its maximum length truncated
+    and chunked.
+
+    Example:
     [bold]hf-posenc convert bert-base-uncased relative --texts my.jsonl --max-length 2048 --output-dir bert-2048[/]
-
-    At the end, the original (truncated and chunked beyond its length), the calibrated and the trained model answer the same
-    queries: those of --queries, or sentences of the texts.
     """
     import hf_posenc
     from hf_posenc.cli.folders import Original, check_output_dir, save
@@ -74,13 +76,16 @@ def convert(
 
     check_output_dir(output_dir, overwrite)
     if train_steps and submodel is not None:
-        raise ValueError("--train-steps distills whole models: leave it out with --submodel, or train the submodel separately")
+        raise ValueError(
+            "--train-steps distills whole models and can't be combined with --submodel. Omit it, or train the submodel "
+            "separately."
+        )
     rows, pairs = texts_in(texts, text_column), pairs_in(queries)
     out, original = Output(as_json), Original.load(model)
     some: dict[str, Any] = {} if layers is None else {"layers": parse_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
-    # Too few queries are an error, which comes before the calibration.
+    # Raises an error for too few queries before the calibration.
     stock = _within(original.model, submodel)
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     some |= {"max_length": max_length, "exportable": exportable}
@@ -106,9 +111,9 @@ def _only_called(tokenizer: Any) -> Any:
 
 
 def _distilled(converted: Any, original: "Original", texts: Path, column: str, steps: int, max_length: int | None) -> Any:
-    """A copy of the converted model, trained by hf_posenc.training.distill in a separate process, which shows its progress.
+    """A copy of the converted model, trained by hf_posenc.training.distill in a separate process.
 
-    Raises ValueError if that fails. It explains why.
+    The process prints its progress and errors. Raises ValueError if it fails.
     """
     from transformers import AutoModel, PreTrainedModel
 
@@ -122,40 +127,42 @@ def _distilled(converted: Any, original: "Original", texts: Path, column: str, s
         write(converted, original, calibrated)
         command = [sys.executable, "-m", "hf_posenc.training.distill", "--max_train_steps", str(steps)]
         command += ["--model_name_or_path", str(calibrated)]
-        # With "=", since a name may begin with a dash.
+        # "=", because a name can begin with a dash.
         command += [f"--teacher={original.name}", f"--train_file={texts}", f"--text_column={column}"]
         if usable is not None:
             command += ["--text_length", str(min(TEXT_LENGTH, usable))]
             command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
-        # The standard output of this command may be JSON.
+        # The standard output of this command can be JSON.
         if subprocess.run([*command, "--output_dir", str(made)], check=False, stdout=STDERR).returncode:
-            raise ValueError("the distillation failed, as it says above; nothing was saved")
+            raise ValueError("The distillation failed. Nothing was saved. See its error above.")
         if sentences:
             return load(str(made))
         weights = AutoModel.from_pretrained(made).state_dict()
     trained = copy.deepcopy(converted)  # the converted model shares its parameters with the original
     found = trained.base_model.load_state_dict(weights, strict=False)
     if others := [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.startswith("pooler.")]:
-        raise ValueError(f"the distilled model and the converted one differ in {', '.join(others[:4])}; nothing was saved")
+        raise ValueError(
+            f"The distilled and the converted model have different parameters: {', '.join(others[:4])}. Nothing was saved."
+        )
     return trained
 
 
 def _questions(
     out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: "list[Pair]"
 ) -> "tuple[list[Pair], str] | None":
-    """The queries with their documents, and their description. None, with a message, without a tokenizer.
+    """The queries with their documents, and a description of them.
 
-    Raises ValueError if the texts have too few sentences.
+    Without a tokenizer, prints a message and returns None. Raises ValueError if the texts have too few sentences.
     """
     from hf_posenc.cli.folders import embedder
     from hf_posenc.evaluation import model_comparison
 
     if tokenizer is None:
-        out.message("The model has no tokenizer, so nothing is compared.")
+        out.message("The model has no tokenizer, so the models are not compared.")
         return None
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} of your queries find their documents"
-    # The last ones: calibration takes its texts from the beginning.
+    # Calibration uses texts from the beginning, so the comparison uses the last ones.
     return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
 
 
@@ -168,7 +175,7 @@ def _compare(
     about: str,
     max_length: int | None,
 ) -> dict[str, Any]:
-    """Prints the comparison, and returns it for --json."""
+    """Prints the comparison and returns it for --json."""
     from hf_posenc.cli.folders import embedder
     from hf_posenc.cli.output import comparison
     from hf_posenc.evaluation import model_comparison
@@ -177,7 +184,7 @@ def _compare(
     lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
-    out.result(comparison(found.rows, f"{about}: MRR, and how much better the {last} model is"))
+    out.result(comparison(found.rows, f"{about}: MRR (and the improvement with the {last} model)"))
     out.result(found.verdict)
     out.message(model_comparison.REACH)
     return {"questions": about, **asdict(found)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.model_comparison import Pair
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
-"""How models are evaluated: language models, and others."""
+"""How language models and other models are evaluated."""
 DOCUMENTS = 200
 """Maximum number of documents that are searched."""
 
@@ -24,24 +24,28 @@ DOCUMENTS = 200
 def eval_(
     models: Annotated[
         list[str],
-        typer.Argument(help="Local paths or Hub IDs, all of language models or none. The first is the baseline."),
+        typer.Argument(
+            help="Local paths or Hub IDs. The first is the baseline. Use only language models or only embedding models."
+        ),
     ],
-    texts: Annotated[Path, typer.Option(help=f"Long in-domain texts: {FILES}.")],
+    texts: Annotated[Path, typer.Option(help=f"File with long in-domain texts ({FILES}).")],
     text_column: TextColumn = "text",
     queries: Queries = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="A length in tokens. Can be repeated.", show_default="doubling, as texts reach"),
+        typer.Option(min=1, help="Input length in tokens. Can be repeated.", show_default="doubling up to the texts' length"),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Number of texts for language models, from the first.")] = 32,
+    count: Annotated[int, typer.Option(min=1, help="Number of texts for language models, from the start.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate models on longer and longer texts, side by side.
+    """Compare models by input length.
 
-    Language models are evaluated by their loss at the same tokens after more and more text, in nats per token ± the standard
-    error over texts. Other models are evaluated by retrieval among texts that are cut at each length: MRR, and its difference
-    from the first model with a 95% interval. Texts beyond a model's maximum length are truncated, and chunked.
+    Language models are compared by their loss on the same tokens after more and more context (nats per token ± standard error).
 
+    Other models are compared by retrieval MRR with documents truncated to each length, and by the difference from the first
+    model (95% CI). Texts beyond a model's maximum length are truncated and chunked.
+
+    Example:
     [bold]hf-posenc eval bert-base-uncased bert-alibi --texts my.jsonl --length 64 --length 128[/]
     """
     from hf_posenc.cli.folders import Original, names_of
@@ -53,18 +57,20 @@ def eval_(
     kinds = {name: _kind(each) for name, each in loaded.items()}
     if len({*kinds.values()}) > 1:
         raise ValueError(
-            "the models are evaluated in different ways: "
+            "The models are evaluated in different ways: "
             + ", ".join(f"{name} by {kind}" for name, kind in kinds.items())
-            + "; run eval for each kind"
+            + ". Run eval once for each kind."
         )
     if without := [name for name, each in loaded.items() if each.tokenizer is None]:
-        raise ValueError(f"there is no tokenizer beside {without[0]}: save one there")
+        raise ValueError(f"{without[0]} has no tokenizer. Save one in its directory.")
     kind, lengths = kinds[names[0]], sorted({*(length or ())})
     out = Output(as_json)
     if kind == RETRIEVAL:
         out.document(_retrieval(out, loaded, rows[:DOCUMENTS], pairs[:DOCUMENTS], lengths))
     elif queries is not None:
-        raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
+        raise ValueError(
+            f"--queries {queries} doesn't apply to {names[0]}: language models are evaluated by their loss. Omit --queries."
+        )
     else:
         out.document(_losses(out, loaded, rows[:count], lengths))
 
@@ -84,22 +90,22 @@ def _losses(out: Output, models: "dict[str, Original]", texts: list[str], length
     for name, each in models.items():
         chosen = [length for length in lengths if length <= _usable(each.model, length)] or None
         if lengths and chosen is None:
-            out.message(f"{name} reads none of these lengths, and is left out.")
+            out.message(f"{name} supports none of these lengths and is omitted.")
             continue
         curves[name] = diagnostics.length_curve(each.model, texts, tokenizer=each.tokenizer, lengths=chosen)
     if not curves:
-        raise ValueError(f"no model reads {lengths[0]} tokens: give smaller lengths")
+        raise ValueError(f"No model supports {lengths[0]} tokens. Choose smaller lengths.")
     measures = {curve.measure for curve in curves.values()}
     if len(measures) > 1:
         raise ValueError(
-            f"the models are measured by {' and '.join(sorted(measures))}, which can't be compared: run each by itself"
+            f"The models are measured by {' and '.join(sorted(measures))}, which can't be compared. Run eval for each model."
         )
     columns = sorted({length for curve in curves.values() for length in curve.lengths})
     cells = {column: dict.fromkeys(curves, "") for column in columns}
     for name, curve in curves.items():
         for column, mean, error in zip(curve.lengths, curve.mean, curve.error, strict=True):
             cells[column][name] = _shown(mean, error)
-    out.result(by_length(f"{measures.pop()}, nats per token, of {len(texts)} texts", cells))
+    out.result(by_length(f"{measures.pop()}, nats per token, {len(texts)} texts", cells))
     return {name: curve.to_dict() for name, curve in curves.items()}
 
 
@@ -118,7 +124,7 @@ def _retrieval(
         lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
         out.message(model_comparison.REACH)
     found = model_comparison.compare_models(embedders, pairs, lengths)
-    out.result(comparison(found, f"{about}: MRR, and how much better than the first"))
+    out.result(comparison(found, f"{about}: MRR (and the improvement over the first model)"))
     return {
         "questions": about,
         "rows": {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()},

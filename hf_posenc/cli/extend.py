@@ -9,7 +9,7 @@ from hf_posenc.cli.arguments import LISTS, MODEL, OutputDir, Overwrite, Submodel
 from hf_posenc.cli.catalog import catalog
 from hf_posenc.cli.output import AsJson, Output
 
-METHODS = catalog()["extend_methods"]
+METHODS = " ".join(f"{kind}: {', '.join(names)}." for kind, names in catalog()["extend_methods"].items())
 
 
 @app.command("extend", cls=ModelCommand)
@@ -18,14 +18,12 @@ def extend(
     output_dir: OutputDir,
     max_length: Annotated[
         int | None,
-        typer.Option(help="New maximum length in tokens, not below the old one.", show_default="none: give it, or --no-limit"),
+        typer.Option(help="New maximum length in tokens. Required unless --no-limit is set.", show_default="none"),
     ] = None,
     no_limit: Annotated[bool, typer.Option("--no-limit", help="Remove the maximum length.")] = False,
     method: Annotated[
         str | None,
-        typer.Option(
-            help=f"How positions change: {METHODS}.", show_default="none", autocompletion=completion.one_of("methods")
-        ),
+        typer.Option(help=f"Extension method. {METHODS}", show_default="none", autocompletion=completion.one_of("methods")),
     ] = None,
     submodel: Submodel = None,
     option: Annotated[
@@ -38,25 +36,23 @@ def extend(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Extend a model to longer inputs, and save it with its tokenizer. Its weights are kept.
+    """Extend a model to longer inputs, and save it with its tokenizer.
 
-    A patched model whose encoding has no length limit needs only a new maximum length:
+    The weights don't change. Encodings without a length limit need only a new maximum length. Learned position embeddings and
+    RoPE also need a method.
 
+    Examples:
     [bold]hf-posenc extend bert-alibi --max-length 4096 --output-dir bert-alibi-4096[/]
-
-    Learned position embeddings and rotary embeddings need a method:
-
     [bold]hf-posenc extend bert-base-uncased --max-length 2048 --method dynamic --output-dir bert-2048[/]
-
     [bold]hf-posenc extend gpt2 --max-length 4096 --method keep_first --option keep=64 --output-dir gpt2-4096[/]
     """
     import hf_posenc
     from hf_posenc.cli.folders import Original, check_output_dir, save
 
     if max_length is None and not no_limit:
-        raise ValueError("give the new maximum length, --max-length or --no-limit")
+        raise ValueError("The new maximum length is missing. Set --max-length or --no-limit.")
     if max_length is not None and no_limit:
-        raise ValueError(f"--max-length {max_length} and --no-limit: give one of them, not both")
+        raise ValueError(f"--max-length {max_length} and --no-limit exclude each other. Set only one of them.")
     check_output_dir(output_dir, overwrite)
     settings = given_settings(option or [])
     out, original = Output(as_json), Original.load(model)

@@ -1,4 +1,4 @@
-"""The commands of `hf-posenc plot`: one for each figure of hf_posenc.plots, with the options that its signature has."""
+"""The commands of `hf-posenc plot`. Each figure of hf_posenc.plots has a command with the options of its signature."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from hf_posenc.diagnostics.registry import FIGURES, Figure
 from hf_posenc.serialization.saved_files import read_json
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
-MODEL_OR_RESULT = f"{MODEL} Or a .json file with a result of hf_posenc.diagnostics (to_json)."
-Output = Annotated[Path, typer.Option(help="The file of the figure: .png, .svg, or .pdf.")]
+MODEL_OR_RESULT = f"{MODEL} Or a .json file from Result.to_json (hf_posenc.diagnostics)."
+Output = Annotated[Path, typer.Option(help="Output file: .png, .svg, or .pdf.")]
 
 
 def _encoding(encoding: Encoding, *, option: Options = None) -> dict[str, Any]:
@@ -32,12 +32,13 @@ def _encodings(
 ) -> list[dict[str, Any]]:
     if option and len(encodings) > 1:
         raise ValueError(
-            f'--option {option[0]!r}: of several encodings give options as JSON, \'{{"type": "rope", "theta": 100}}\''
+            f"--option {option[0]!r} applies to a single encoding. With several encodings, pass options as JSON: "
+            '\'{"type": "rope", "theta": 100}\''
         )
     return [given_encoding(each, option or []) for each in encodings]
 
 
-def _record(record: Annotated[Path, typer.Argument(help="The JSON file that the script wrote.")]) -> Any:
+def _record(record: Annotated[Path, typer.Argument(help="JSON record of the script.")]) -> Any:
     return read_json(record)
 
 
@@ -51,17 +52,17 @@ def _results(
     *,
     texts: Annotated[
         Path | None,
-        typer.Option(help=f"In-domain texts: {FILES}.", show_default="none, for .json files"),
+        typer.Option(help=f"File with in-domain texts ({FILES}). Required for models.", show_default="none"),
     ] = None,
     text_column: TextColumn = "text",
-    count: Annotated[int, typer.Option(min=1, help="Number of texts, from the first.")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Number of texts, from the start.")] = 8,
     **options: Any,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, model in zip(names_of(models), models, strict=True):
         if (result := _saved(model)) is None:
             if texts is None:
-                raise ValueError(f"{model} is measured on texts: give a file of them as --texts")
+                raise ValueError(f"This figure of {model} needs texts. Pass a file with --texts.")
             rows = texts_in(texts, text_column)[:count]
             loaded = load(model)
             result = measure(loaded, rows, tokenizer=getattr(loaded, "tokenizer", None) or load_tokenizer(model), **options)
@@ -70,14 +71,14 @@ def _results(
 
 
 def _saved(model: str) -> Any:
-    """The result in a .json file; None for a model."""
+    """The result in a .json file, or None for a model."""
     file = Path(model)
     if file.suffix != ".json":
         return None
     try:
         return Result.from_dict(read_json(file))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no result of hf_posenc.diagnostics, as to_json writes it: {error}") from None
+        raise ValueError(f"{file} isn't a result of hf_posenc.diagnostics, written by Result.to_json: {error}") from None
 
 
 READERS: dict[str, Callable[..., Any]] = {
@@ -87,11 +88,11 @@ READERS: dict[str, Callable[..., Any]] = {
     "result": _result,
     "results": _results,
 }
-"""The name of what a figure draws -> what reads it from arguments, after the diagnostic of models if it is of one."""
+"""The subject of a figure -> the function that reads it from arguments. For models, its first argument is the diagnostic."""
 
 
 def _options(function: Callable[..., Any], settings: dict[str, Any]) -> list[inspect.Parameter]:
-    """The arguments of a function that have a `Help`, as options. settings: other defaults."""
+    """The arguments of a function that have a `Help`, as options. settings: defaults that differ."""
     found = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         for help_ in getattr(parameter.annotation, "__metadata__", ()):
@@ -126,7 +127,7 @@ def _command(figure: Figure) -> Callable[..., None]:
         of_subject = {each.name: given.pop(each.name) for each in arguments}
         subjects = [] if read_subject is None else [read_subject(**of_subject)]
         figure.draw(*subjects, path=output, **given)
-        console.print(f"{output} is written.", markup=False, highlight=False)
+        console.print(f"Figure written to {output}.", markup=False, highlight=False)
 
     command.__signature__ = inspect.Signature([each.replace(kind=each.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
     return command
@@ -138,6 +139,6 @@ def commands() -> dict[str, Any]:
     for name, figure in sorted(FIGURES.items()):
         kind = name.replace("_", "-")
         about = inspect.getdoc(figure.draw).partition("\n\n")[0]
-        example = f"[bold]hf-posenc plot {kind} {figure.example} --output {kind}.png[/]"
+        example = f"Example:\n[bold]hf-posenc plot {kind} {figure.example} --output {kind}.png[/]"
         kinds.command(kind, cls=ModelCommand, help=f"{about}\n\n{example}")(_command(figure))
     return typer.main.get_command(kinds).commands  # type: ignore[attr-defined]

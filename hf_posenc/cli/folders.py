@@ -1,4 +1,4 @@
-"""The folders that the commands read and write: a model, or one of sentence-transformers, with its tokenizer."""
+"""Reading and writing a Transformers or sentence-transformers model with its tokenizer."""
 
 import json
 import os
@@ -36,18 +36,18 @@ MODEL_FILES = re.compile(
     r"(spiece|sentencepiece(\.bpe)?|spm|spm_char)\.model|"
     r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json"
 )
-"""Files that saving a model or its tokenizer writes. --overwrite removes those of the previous model."""
+"""The files of a saved model and its tokenizer. --overwrite removes those of the previous model."""
 MODULE = re.compile(r"\d+_\w+")
-"""Subdirectories for the modules of a SentenceTransformer, which modules.json lists."""
+"""Subdirectories with the modules of a SentenceTransformer. modules.json lists them."""
 
 
 @dataclass(frozen=True)
 class Original:
     """A model before a command changes it.
 
-    name: its folder or Hub id.
-    model: as `load` gives it; None where its weights are read in another way (`load_v4`).
-    tokenizer: None where it has none.
+    name: its local path or Hub ID.
+    model: the model as returned by `load`, or None if `load_v4` reads the weights.
+    tokenizer: None if the model has none.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Original:
 
 
 def load(model: str) -> Any:
-    """A model of sentence-transformers, where that package is installed, or else one of Transformers.
+    """A sentence-transformers model if that package is installed and the model is one. Otherwise, a Transformers model.
 
-    An interrupted save into its directory is completed or undone first.
+    If a save into its directory was interrupted, it is completed or undone first.
     """
     check_there(model)
     atomic.recover(model)
@@ -72,9 +72,9 @@ def load(model: str) -> Any:
 
 
 def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
-    """Whether an encoding is the one that a checkpoint of Transformers v4 has vectors for, which Transformers 5 drops.
+    """Whether a Transformers v4 checkpoint contains the vectors of this encoding, which Transformers 5 drops.
 
-    Raises ValueError where it is that one with other options.
+    Raises ValueError if it contains them for other options.
     """
     check_there(model)
     atomic.recover(model)
@@ -83,14 +83,14 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
         return False
     if encoding.keys() != {"type"} or canonical(encoding) != canonical(kind):
         raise ValueError(
-            f"{model} has the vectors of {kind!r} from Transformers v4, with which {short_repr(encoding)} doesn't go: give "
-            f"{kind}, without options"
+            f"{model} contains the vectors of {kind!r} from Transformers v4, and {short_repr(encoding)} doesn't match them. "
+            f"Use {kind} without options."
         )
     return True
 
 
 def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
-    """A checkpoint of Transformers v4 with relative positions, before and after: as Transformers 5 has it, and with them."""
+    """A Transformers v4 checkpoint with relative positions: as Transformers 5 loads it, and with its relative positions."""
     sentences = _load_sentences(name)
     if sentences is not None:
         place = _subfolder(name)
@@ -106,7 +106,7 @@ def _from_v4(model: str, cls: Any, max_length: int | None, subfolder: str = "") 
 
 
 def _subfolder(model: str) -> str:
-    """The subdirectory with the Transformers model: older sentence-transformers put it into one, `modules.json` names it."""
+    """The subdirectory with the Transformers model, from `modules.json`. Older versions of sentence-transformers used one."""
     if not has_file(model, MODULES):
         return ""
     modules = read_json(Path(str(cached_file(model, MODULES))))
@@ -116,14 +116,14 @@ def _subfolder(model: str) -> str:
 
 
 def load_model(model: str) -> PreTrainedModel:
-    """A model of Transformers with the head that its config names."""
+    """A Transformers model with the head that its config names."""
     cls: Any = architecture(load_config(model)) or AutoModel
     with explained(f"the weights of {model}"):
         return cls.from_pretrained(model)
 
 
 def _load_sentences(model: str) -> Any:
-    """A model of sentence-transformers; None if this isn't one, or that package isn't installed."""
+    """A sentence-transformers model, or None if the model isn't one or the package isn't installed."""
     try:
         import sentence_transformers  # noqa: F401
     except ImportError:
@@ -132,29 +132,30 @@ def _load_sentences(model: str) -> Any:
 
 
 def save(out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None) -> dict[str, Any]:
-    """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it.
+    """Saves a changed model with the original's tokenizer, prints a report, and returns the document of --json.
 
-    submodel: the part that was changed. Returns what --json prints.
+    changed: a model such as `load` returns. submodel: the submodel that was changed.
     """
     before = _inodes(output_dir)
     tokenizer = write(changed, original, output_dir)
     kept = sorted(name for name, inode in (before.items() & _inodes(output_dir).items()) if not _of_model(output_dir, name))
     report, inner = _report(changed, submodel), inner_model(changed)
     out.result(str(report))
-    missing = "" if tokenizer is not None else " (there was no tokenizer beside the model)"
-    out.message(f"saved to {output_dir}{missing}")
+    missing = "" if tokenizer is not None else " The model has no tokenizer, so none was saved."
+    out.message(f"Saved to {output_dir}.{missing}")
     if kept:
         out.message(f"Kept in {output_dir}: {', '.join(kept)}. Check that they apply to the new model.")
     lengths = _changed_lengths(original, changed, tokenizer)
     for what, each in lengths.items():
         named = "The tokenizer's model_max_length" if what == "model_max_length" else what
-        out.message(f"{named} was {_length(each['before'])}, and is {_length(each['after'])} now.")
+        out.message(f"{named} changed from {_length(each['before'])} to {_length(each['after'])}.")
     needs = isinstance(inner, PosEncModelMixin)
     if needs:
-        out.message("To load it, `import hf_posenc` first; where that isn't installed, trust_remote_code=True does as well.")
+        out.message("To load the model, `import hf_posenc` first. Without hf-posenc, pass trust_remote_code=True.")
     if not _is_sentences(changed) and has_file(original.name, MODULES):
         out.message(
-            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
+            "The model's sentence-transformers modules (such as pooling) were not saved. To keep them, run "
+            "`pip install sentence-transformers` and repeat the command."
         )
     return {
         "output_dir": str(output_dir),
@@ -167,13 +168,13 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
 
 
 def write(changed: Any, original: Original, output_dir: Path) -> Any:
-    """Saves the same without a word. Returns the tokenizer as it is saved, or None."""
+    """Saves a changed model without printing. Returns the saved tokenizer, or None."""
     sentences = _is_sentences(changed)
     tokenizer = changed.tokenizer if sentences else copied(original.tokenizer)
     if tokenizer is not None and not sentences:
         tokenizer.model_max_length = _reader(changed).model_max_length
     inner = inner_model(changed)
-    if is_transformers(type(inner)):  # others name their own code
+    if is_transformers(type(inner)):  # a custom class needs its own code
         drop_foreign_code(inner.config, "config")
     with atomic.replaced(output_dir, _obsolete) as folder:
         if sentences:
@@ -190,28 +191,30 @@ def _is_sentences(model: Any) -> bool:
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The model of Transformers in what `load` gives."""
+    """The Transformers model inside a model that `load` returns."""
     return model[0].model if _is_sentences(model) else model
 
 
 def embedder(model: Any, tokenizer: Any) -> Embedder:
-    """A model as `load` gives it, without its head, to embed texts: a SentenceTransformer's by its own modules, others by the
-    mean of their states."""
+    """An embedder of texts from a model that `load` returns, without its head.
+
+    A SentenceTransformer keeps its own pooling. For other models, embeddings are the mean of the hidden states.
+    """
     sentences = model if _is_sentences(model) else None
     inner: Any = inner_model(model).base_model
     return Embedder(inner, getattr(sentences, "tokenizer", tokenizer), pooling(sentences))
 
 
 def names_of(models: list[str]) -> list[str]:
-    """What tables and figures call these models: the last parts of their names. Raises ValueError where two are the same."""
+    """The names of models in tables and figures: the last parts of their paths. Raises ValueError if two are equal."""
     names = [Path(model).name.removesuffix(".json") for model in models]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two models are called {twice[0]!r}: give folders of different names")
+        raise ValueError(f"Two models are named {twice[0]!r}. Use directories with different names.")
     return names
 
 
 def _changed_lengths(original: Original, changed: Any, tokenizer: Any) -> dict[str, dict[str, int | None]]:
-    """Which lengths at which texts are cut have changed; None: no limit. A SentenceTransformer's is its tokenizer's."""
+    """The truncation lengths that changed, before and after. None means no limit. SentenceTransformers use the tokenizer's."""
     if tokenizer is None:
         return {}
     name = "max_seq_length" if _is_sentences(changed) else "model_max_length"
@@ -228,7 +231,7 @@ def _length(limit: int | None) -> str:
 
 
 def _report(model: Any, submodel: str | None) -> Report:
-    """How a model knows word order; of a stock one that is made of several, how the named one does or the one that reads."""
+    """The report on a model. For an unpatched composite model, the report on `submodel`, or else on its first submodel."""
     try:
         return hf_posenc.inspect(model)
     except hf_posenc.UnsupportedModelError as refused:
@@ -238,27 +241,27 @@ def _report(model: Any, submodel: str | None) -> Report:
 
 
 def _reader(model: PreTrainedModel) -> Report:
-    """The report on what reads the tokens: the model, or the first of several."""
+    """The report on the model that reads the tokens: the model itself, or the first submodel of a composite model."""
     return hf_posenc.inspect(model, submodel=next(iter(submodels_of(model)), None))
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Raises ValueError for an output directory that the command may not write to, before anything is computed.
+    """Raises ValueError if the command can't write to the output directory. Call it before any expensive step.
 
-    An interrupted save into it is completed or undone first.
+    If a save into the directory was interrupted, it is completed or undone first.
     """
     there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"{there} is a file: choose another --output-dir")
+        raise ValueError(f"{there} is a file. Choose another --output-dir.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there} isn't writable: change its permissions, or choose another --output-dir")
+        raise ValueError(f"{there} isn't writable. Change its permissions, or choose another --output-dir.")
     atomic.recover(output_dir)
     if not output_dir.exists() or not atomic.entries(output_dir):
         return
     if not overwrite:
-        raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
+        raise ValueError(f"{output_dir} isn't empty. Choose another --output-dir, or replace its model with --overwrite.")
     if not (output_dir / "config.json").is_file():
-        raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
+        raise ValueError(f"{output_dir} contains no model, and --overwrite replaces only models. Choose another --output-dir.")
 
 
 def _obsolete(output_dir: Path, new: list[str]) -> list[str]:

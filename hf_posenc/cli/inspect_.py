@@ -16,12 +16,12 @@ def inspect(
     submodel: Submodel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report a model's position encoding: where it is applied, the maximum length, ignored settings.
+    """Show a model's position encoding, where it is applied, its maximum length, and ignored settings.
 
-    Only the config is read, no weights.
+    The command reads only the config, not the weights.
 
+    Examples:
     [bold]hf-posenc inspect roberta-base[/]
-
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
     import hf_posenc

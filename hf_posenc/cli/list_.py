@@ -7,25 +7,26 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.cli import app
+from hf_posenc.cli import Command, app
 from hf_posenc.cli.catalog import encodings
 from hf_posenc.cli.output import AsJson, Output
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/reference/encodings.md.")] = False,
 ) -> None:
-    """List all encodings: aliases, how they act, what they learn, options with defaults and allowed values, papers.
+    """List all encodings with their aliases, mechanisms, learned parameters, options, and papers.
 
-    Parameters are counted at BERT-base's size, of 512 positions. One model can have several encodings, as in
-    "sinusoidal+alibi".
+    Options are listed with their defaults and allowed values. The numbers of parameters are those of a model of BERT-base's
+    size with 512 positions. A model can have several encodings, such as "sinusoidal+alibi".
 
+    Example:
     [bold]hf-posenc list --json[/]
     """
     if as_json and as_markdown:
-        raise ValueError("--json and --markdown are two forms of one table: give one of them")
+        raise ValueError("--json and --markdown exclude each other. Set only one of them.")
     if as_markdown:
         from hf_posenc.encodings import catalog
 
@@ -37,7 +38,7 @@ def list_(
 
 
 def _table(rows: dict[str, Any]) -> Table:
-    table = Table("name", "acts by", "what it is, and its options", leading=1)
+    table = Table("name", "mechanism", "description and options", leading=1)
     for name, row in rows.items():
         aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row["aliases"].items()]
         options = [

@@ -1,4 +1,4 @@
-"""What a command prints: text, or with --json one JSON document on standard output and every message on standard error."""
+"""The output of commands: text, or with --json one JSON document on standard output and all messages on standard error."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _RESERVED: ContextVar[TextIO | None] = ContextVar("reserved", default=None)
-"""What documents are written to; None for standard output."""
+"""The stream that documents are written to. None means standard output."""
 
 
 def _reserve(context: typer.Context, as_json: bool) -> bool:
@@ -29,12 +29,12 @@ def _reserve(context: typer.Context, as_json: bool) -> bool:
 
 @contextlib.contextmanager
 def _reserved_stdout() -> Iterator[None]:
-    """Keeps standard output for documents. What this process, its libraries, or its children print goes to standard error."""
+    """Keeps standard output for documents. Other output of this process and its children goes to standard error."""
     with contextlib.ExitStack() as ending:
         reserved = sys.stdout
         try:
             stdout, stderr = sys.stdout.fileno(), sys.stderr.fileno()
-        except (OSError, ValueError):  # a file in memory, which children don't have
+        except (OSError, ValueError):  # an in-memory stream, which child processes don't inherit
             pass
         else:
             sys.stdout.flush()
@@ -47,12 +47,12 @@ def _reserved_stdout() -> Iterator[None]:
 
 
 AsJson = Annotated[
-    bool, typer.Option("--json", callback=_reserve, help="Print one JSON document; messages go to standard error.")
+    bool, typer.Option("--json", callback=_reserve, help="Print one JSON document, and messages on standard error.")
 ]
 
 
 def by_length(title: str, cells: Mapping[int, Mapping[str, str]], what: str = "model", caption: str | None = None) -> Table:
-    """A table with a row for each model and a column for each length. cells: length -> model -> text."""
+    """A table with a row per model and a column per length. cells: length -> model -> text."""
     table = Table(what, title=title, caption=caption)
     for length in cells:
         table.add_column(f"{length} tokens", justify="right")
@@ -62,7 +62,7 @@ def by_length(title: str, cells: Mapping[int, Mapping[str, str]], what: str = "m
 
 
 def comparison(rows: Mapping[int, Mapping[str, "Row"]], title: str) -> Table:
-    """A comparison by length, with a row for each method."""
+    """A comparison by length, with a row per method."""
     from hf_posenc.evaluation.metrics import UNCORRECTED
 
     cells = {length: {name: _scored(row) for name, row in column.items()} for length, column in rows.items()}
@@ -74,30 +74,30 @@ def _scored(row: "Row") -> str:
 
 
 class Output:
-    """The output of one run of a command."""
+    """The output of a command."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self._console = Console(stderr=as_json, soft_wrap=True)
 
     def message(self, text: str) -> None:
-        """A line in addition to the result, on standard error with --json."""
+        """Prints a line in addition to the result. With --json, it is printed on standard error."""
         self._console.print(text, markup=False, highlight=False)
 
     def result(self, shown: str | Table) -> None:
-        """A part of the result for people. --json omits it."""
+        """Prints a part of the result as text. --json omits it."""
         if self.as_json:
             return
         self._console.print(shown, markup=False)
 
     def document(self, values: Any) -> None:
-        """The result as JSON; nothing without --json. Once for each run of a command, at its end."""
+        """Prints the result as JSON if --json is set. A command calls it once, at its end."""
         if self.as_json:
             from hf_posenc.diagnostics.result import plain
 
             self.plain_document(plain(values))
 
     def plain_document(self, values: Any) -> None:
-        """The same for what JSON has words for."""
+        """The same as `document`, for values that JSON can represent."""
         if self.as_json:
             print(json.dumps(values, indent=2, allow_nan=False), file=_RESERVED.get(), flush=True)

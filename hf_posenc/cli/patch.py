@@ -26,7 +26,7 @@ from hf_posenc.cli.output import AsJson, Output
 
 @app.command("patch", cls=ModelCommand)
 def patch(
-    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a model that isn't patched.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hub ID of an unpatched model.")],
     encoding: Encoding,
     output_dir: OutputDir,
     max_length: MaxLength = None,
@@ -39,17 +39,16 @@ def patch(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace a model's positions by an encoding, and save it with its tokenizer.
+    """Replace a model's position encoding, and save the model with its tokenizer.
 
-    A model of sentence-transformers keeps its modules, if that package is installed.
+    A sentence-transformers model keeps its modules if that package is installed.
 
+    A Transformers v4 checkpoint with relative_key or relative_key_query keeps its relative vectors if you patch it with the
+    same encoding. Transformers 5 drops these vectors.
+
+    Examples:
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
-
-    A checkpoint of Transformers v4 with relative_key or relative_key_query keeps its relative vectors under that encoding.
-    Transformers 5 drops them.
-
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
-
     [bold]hf-posenc patch openai/clip-vit-base-patch32 alibi --submodel text_model --output-dir clip-alibi[/]
     """
     import hf_posenc
@@ -63,10 +62,10 @@ def patch(
     if asks_for_its_own(model, chosen):
         others = {"--layers": layers, "--submodel": submodel, "--where": where, "--inject": inject != "input" or None}
         if did_you_mean := [name for name, value in others.items() if value is not None]:
-            raise ValueError(f"{did_you_mean[0]} can't be given for the relative positions that {model} has: leave it out")
+            raise ValueError(f"{did_you_mean[0]} doesn't apply to the relative positions of {model}. Omit it.")
         original, with_vectors = load_v4(model, max_length)
         saved = save(out, with_vectors, original, output_dir)
-        out.message("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
+        out.message("The model keeps the checkpoint's relative vectors and gives the same outputs as in Transformers v4.")
         out.document(saved)
         return
     some = {} if layers is None else {"layers": parse_value(layers)}
@@ -83,28 +82,28 @@ def patch(
         **some,
     )
     saved = save(out, patched, original, output_dir, submodel)
-    lost = "A trained model has lost its sense of order now: fine-tune it"
+    untrained = "The model has not been trained with this encoding. Fine-tune it"
     if wrong:
         out.message(
-            f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
-            "is right, and can teach this one (python -m hf_posenc.training.distill --teacher)."
+            f"{untrained}. Transformers 5 computes wrong outputs for the original. `hf-posenc patch {model} relative_key` "
+            "saves a correct copy, which you can pass to `python -m hf_posenc.training.distill` as --teacher."
         )
-    elif submodel is not None or type(patched).__name__ in sentence_models.CLASSES[1:]:  # distill takes no others
-        out.message(f"{lost}.")
+    elif submodel is not None or type(patched).__name__ in sentence_models.CLASSES[1:]:  # distill doesn't support these
+        out.message(f"{untrained}.")
     elif Path(model).resolve() != output_dir.resolve():
-        out.message(f"{lost}, or distil it from its original:")
+        out.message(f"{untrained}, or distill it from the original:")
         out.message(_distillation(model, output_dir))
     elif keep_original:
         restored = f"{output_dir}-original"
-        out.message(f"{lost}. This command has replaced the original. To distill from it, restore it first:")
+        out.message(f"{untrained}. This command has replaced the original. To distill from it, restore it first:")
         out.message(shlex.join(["hf-posenc", "unpatch", str(output_dir), "--output-dir", restored]))
         out.message(_distillation(restored, output_dir))
     else:
-        out.message(f"{lost}.")
+        out.message(f"{untrained}.")
     out.document(saved)
 
 
 def _distillation(original: str, patched: Path) -> str:
-    """The command that distils a patched model from its original."""
+    """The command that distills a patched model from its original."""
     names = ("--model_name_or_path", str(patched), "--teacher", original, "--output_dir", f"{patched}-distilled")
     return shlex.join(["python", "-m", "hf_posenc.training.distill", *names])

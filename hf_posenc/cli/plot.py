@@ -11,10 +11,10 @@ from hf_posenc.cli.catalog import catalog
 
 
 class Figures(TyperGroup):
-    """Lists the figures of the catalog, and makes their commands when one is run, or torch is imported already."""
+    """Lists the figures of the catalog. Creates their commands when one is run, or if torch has already been imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        if "hf_posenc.diagnostics.registry" in sys.modules:  # to which --import may have added
+        if "hf_posenc.diagnostics.registry" in sys.modules:  # --import can register figures
             self._make_commands()
         return super().list_commands(ctx)
 
@@ -32,13 +32,14 @@ kinds = typer.Typer(
     cls=Figures,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Draw encodings, models, and records of what was measured: `hf-posenc plot vectors sinusoidal --output vectors.png`",
+    help="Plot encodings, models, and benchmark records.\n\n"
+    "Example:\n[bold]hf-posenc plot vectors sinusoidal --output vectors.png[/]",
 )
 app.add_typer(kinds, name="plot")
 
 
 def _placeholder() -> None:
-    """Stands for a command in the list of all."""
+    """A placeholder for a command in the list of commands."""
 
 
 for _name, _about in catalog()["figures"].items():

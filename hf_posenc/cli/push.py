@@ -9,39 +9,41 @@ from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.output import AsJson, Output
 
 TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
-"""What configs and tokenizers are loaded from. Weights are checked by being loaded."""
+"""Suffixes of the files of configs and tokenizers. Weights are checked by loading them."""
 
 
 @app.command("push", cls=ModelCommand)
 def push(
     folder: Annotated[Path, typer.Argument(help="Local path of a saved model.")],
-    repo_id: Annotated[str, typer.Argument(help="Hub ID, user/name.")],
+    repo_id: Annotated[str, typer.Argument(help="Hub ID of the repository: user/name.")],
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Visibility of a new repository.", show_default="your account's")
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="The branch, created from main if it doesn't exist.", show_default="main")
+        str | None, typer.Option(help="Branch, created from main if it doesn't exist.", show_default="main")
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     commit_message: Annotated[
-        str | None, typer.Option(help="The commit's message.", show_default="Upload, with the model's class and encoding")
+        str | None, typer.Option(help="Commit message.", show_default="Upload, with the model's class and encoding")
     ] = None,
     save_directory: Annotated[
         Path | None,
-        typer.Option(help="A directory for a copy of the pushed files.", show_default="none; offline, the repository's name"),
+        typer.Option(help="Directory for a copy of the pushed files.", show_default="none; offline, the repository's name"),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
-    deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds without a response before a request fails.")] = 60.0,
+    deadline: Annotated[float, typer.Option(help="Maximum duration of the push in seconds.")] = 6 * 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Push a model, its tokenizer, its evaluation and a model card to the Hub, in one commit.
+    """Push a model, its tokenizer, its evaluation, and a model card to the Hub in one commit.
 
-    The folder's evaluation.json and images are pushed and shown in the card; its other files, and links, are not.
+    The command also pushes evaluation.json and images from the model's directory, and shows them in the card. It doesn't push
+    other files or links.
 
+    The token comes from hf auth login or the environment variable HF_TOKEN. Offline (HF_HUB_OFFLINE=1), the command writes all
+    files to a directory and uploads nothing.
+
+    Example:
     [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
-
-    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
-    written to a folder, and nothing is sent.
     """
     from huggingface_hub import is_offline_mode
 
@@ -58,8 +60,8 @@ def push(
     atomic.recover(folder)
     if (folder / "modules.json").exists():
         raise ValueError(
-            f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "
-            f"from Python, SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})"
+            f"{folder} is a SentenceTransformer, and this command would push it without its other modules (such as pooling). "
+            f"In Python, call SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})."
         )
     out = Output(as_json)
     _refuse_foreign_links(folder)
@@ -70,13 +72,13 @@ def push(
     offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]
     for path in offered:
         if path.is_symlink() or not path.is_file():
-            out.message(f"{path} is a link or no file, and isn't pushed: put the file itself into the folder")
+            out.message(f"{path} isn't a regular file, so it isn't pushed. Copy the file itself into the directory.")
     files = [path for path in offered if path.is_file() and not path.is_symlink()]
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
-        out.message(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:")
+        out.message(f"{card} was written or edited manually, so it isn't pushed. To use it, push it afterwards:")
         out.message(f"  hf upload {repo_id} {card} README.md")
     if tokenizer is None:
-        out.message(f"There is no tokenizer in {folder}, so none is pushed.")
+        out.message(f"{folder} contains no tokenizer, so none is pushed.")
     done = hf_posenc.push_to_hub(
         model,
         repo_id,
@@ -101,9 +103,9 @@ def push(
 
 
 def _refuse_foreign_links(folder: Path) -> None:
-    """Raises ValueError if a config or a file of the tokenizer, whose text is pushed, is a link to outside the folder.
+    """Raises ValueError if a file of the config or tokenizer is a link to a file outside the directory.
 
-    In a snapshot of the Hub's cache all files are links to the blobs beside it.
+    The contents of these files are pushed. In a snapshot of the Hub's cache, links to the cache's blobs are allowed.
     """
     from hf_posenc.hub.eval_results import EVALUATION
 
@@ -113,6 +115,6 @@ def _refuse_foreign_links(folder: Path) -> None:
     for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         if path.suffix in TEXTS and path.name != EVALUATION and not any(path.resolve().is_relative_to(root) for root in inside):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}, outside the folder, and its content would be pushed: if that is meant, "
-                "put the file itself there"
+                f"{path} is a link to {path.resolve()}, which is outside the directory. Nothing was uploaded. To push its "
+                "content, copy the file itself into the directory."
             )

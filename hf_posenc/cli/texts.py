@@ -1,4 +1,4 @@
-"""The texts and queries that a command reads from a file."""
+"""Reading texts and queries from files."""
 
 from pathlib import Path
 from typing import Any
@@ -8,22 +8,22 @@ from hf_posenc.evaluation.model_comparison import FEWEST, Pair
 
 
 def texts_in(path: Path, column: str) -> list[str]:
-    """The texts of --texts, in the column of --text-column."""
+    """The texts in a file, from this column."""
     return [text for (text,) in read(path, {"--text-column": column})]
 
 
 def pairs_in(path: Path | None) -> list[Pair]:
-    """The queries of --queries with their documents, or none. Raises ValueError if there are too few."""
+    """The queries in a file with their documents. Without a file, none. Raises ValueError if there are too few."""
     pairs = [] if path is None else [Pair(*row) for row in read(path, {"query": "query", "document": "document"})]
     if path is not None and len(pairs) < FEWEST:
-        raise ValueError(f"{path} has {len(pairs)} rows: {FEWEST} are needed to compare")
+        raise ValueError(f"{path} has {len(pairs)} rows, and the comparison needs at least {FEWEST}. Add rows to the file.")
     return pairs
 
 
 def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:
-    """The strings of these columns (flag -> name), row by row, without rows that have a blank string.
+    """The strings of these columns (flag -> name), row by row. Rows with a blank string are skipped.
 
-    Raises ValueError for a file that can't be read, a missing column, and a value that is not a string.
+    Raises ValueError if the file can't be read, a column is missing, or a value isn't a string.
     """
     found: list[tuple[str, ...]] = []
     for number, row in enumerate(text_files.rows(path), start=1):
@@ -31,17 +31,17 @@ def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:
         if all(map(str.strip, values)):
             found.append(values)
     if not found:
-        raise ValueError(f"{path} holds no text: give a file with at least one")
+        raise ValueError(f"{path} contains no text. Use a file with at least one text.")
     return found
 
 
 def _value(path: Path, number: int, row: dict[str, Any], flag: str, name: str) -> str:
     if name not in row:
-        remedy = f"see {flag}" if flag.startswith("--") else "rename the one that is meant"
-        raise ValueError(f"row {number} of {path} has the columns {', '.join(row)}, but no {name!r}: {remedy}")
+        remedy = f"Choose a column with {flag}." if flag.startswith("--") else f"Rename the column to {name!r}."
+        raise ValueError(f"Row {number} of {path} has no column {name!r}, only {', '.join(row)}. {remedy}")
     value = row[name]
     if not isinstance(value, str):
-        raise ValueError(f"row {number} of {path} has {str(value)[:80]!r} as its {name!r}, and it must be a string")
+        raise ValueError(f"Row {number} of {path}, column {name!r}, must be a string, but it is {str(value)[:80]!r}.")
     if not value.isascii() and (lone := [sign for sign in value if "\ud800" <= sign <= "\udfff"]):
-        raise ValueError(f"row {number} of {path} has {lone[0]!r} in its {name!r}, which is half a character: remove it")
+        raise ValueError(f"Row {number} of {path}, column {name!r}, contains the unpaired surrogate {lone[0]!r}. Remove it.")
     return value

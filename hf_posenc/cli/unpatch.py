@@ -17,8 +17,9 @@ def unpatch(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore the original positions of a patched model, and save it with its tokenizer.
+    """Restore a patched model's original positions, and save the model with its tokenizer.
 
+    Example:
     [bold]hf-posenc unpatch bert-alibi --output-dir bert[/]
     """
     import hf_posenc

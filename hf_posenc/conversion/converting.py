@@ -84,7 +84,7 @@ def convert(
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
     refuse_patched(model, "convert")
-    specs.raise_if_v4_relative(model, "it is no original to calibrate against")
+    specs.raise_if_v4_relative(model, "it can't be calibrated against")
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
@@ -99,8 +99,8 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     spec = patched.config.position_spec
     if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
-            f"{spec.type!r} acts by vectors that are added to the inputs alone, and calibration fits what acts in attention: "
-            "take an encoding that biases, or patch and train (python -m hf_posenc.training.distill)"
+            f"{spec.type!r} only adds vectors to the inputs, but calibration fits biases in attention. Use an encoding with a "
+            "bias, or patch the model and train it (python -m hf_posenc.training.distill)."
         )
     original = _twin(model)
     stacks = detection.find_all(original if spec.submodel is None else detection.submodel(original, spec.submodel))
@@ -187,7 +187,7 @@ def _tokenizer(model: Any, given: Any) -> Any:
         return required_tokenizer(str(name))
     except (OSError, ValueError) as error:
         if given:
-            raise ValueError(f"tokenizer={given!r}: no tokenizer could be loaded from there: {error}") from error
+            raise ValueError(f"tokenizer={given!r} can't be loaded: {error}") from error
         return None
 
 
@@ -196,7 +196,7 @@ def _batches(given: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict
     found = (row for row in read_rows(given, tokenizer, length) if len(row["input_ids"]))
     rows = list(itertools.islice(found, READ))
     if not rows:
-        raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
+        raise ValueError("texts is empty. Pass about 32 in-domain texts of 256 tokens or more.")
     check_known(tokenizer, (row["input_ids"] for row in rows))
     rows.sort(key=lambda row: -len(row["input_ids"]))
     chosen = rows[:TEXTS]
@@ -223,9 +223,9 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
             every = torch.arange(-calibration.FARTHEST, last + 1)
             nearest = int(every[encoding.rows(every) == row].abs().min())
             raise ValueError(
-                f"texts are too short or too few for {encoding.type!r}: of {len(sizes)} texts of up to {length} tokens (what "
-                f"original and max_length allow), {least} pairs of tokens are at the distances from {nearest} on, and {ENOUGH} "
-                "are needed: give longer texts, a greater max_length, or a smaller max_distance"
+                f"The texts are too short or too few for {encoding.type!r}. {len(sizes)} texts of up to {length} tokens "
+                f"(limited by the original model and max_length) have {least} pairs of tokens at distances from {nearest}, but "
+                f"{ENOUGH} are needed. Pass longer texts, a larger max_length, or a smaller max_distance."
             )
 
 
@@ -236,8 +236,8 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
         states = calibration.states(found.stack, measured) if held_out else original.states
     if not original.states[real_tokens(batch)].isfinite().all():
         raise ValueError(
-            "the original's own states of these texts hold NaN or infinite numbers, to which nothing can be fitted: look at "
-            "its weights (isfinite), and convert it in float32 if its own type is too narrow"
+            "The hidden states of the original model contain NaN or infinite values for these texts. Check that its weights "
+            "are finite, or convert it in float32."
         )
     # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
     _install_offsets(stack, contributions(found))
@@ -288,9 +288,10 @@ def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
     if tokenizer.model_max_length < usable:
-        now = f"{usable} now" if usable < VERY_LARGE_INTEGER else "no limit now (give a max_length to have one)"
+        now = str(usable) if usable < VERY_LARGE_INTEGER else "unlimited (to set a limit, pass max_length)"
         warnings.warn(
-            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and is {now}, as the converted model's is",
+            f"The tokenizer's model_max_length changed from {tokenizer.model_max_length} to {now}, the maximum length of the "
+            "converted model.",
             stacklevel=3,
         )
         tokenizer.model_max_length = usable

@@ -33,7 +33,8 @@ def with_other_rotations(host: ExtensionTarget) -> Any:
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in ROTARY:
         raise ValueError(
-            f"method={asked.method!r} is one of learned tables, and {name} has rotary positions: allowed is {quoted(ROTARY)}"
+            f"method={asked.method!r} applies to learned position embeddings, but {name} has rotary positions. Choose one of "
+            f"{quoted(ROTARY)}."
         )
     given = getattr(host.inner.config, ROPE, None)
     modules = {

@@ -29,8 +29,8 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in STATIC:
         raise ValueError(
-            f"method={asked.method!r} is one of rotary positions, and {name} has a learned table: allowed is "
-            f"{quoted((*STATIC, DYNAMIC))}"
+            f"method={asked.method!r} applies to rotary positions, but {name} has learned position embeddings. Choose one of "
+            f"{quoted((*STATIC, DYNAMIC))}."
         )
     longer = dict[str, nn.Parameter]()
     for path, found in host.stacks.items():

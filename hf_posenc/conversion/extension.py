@@ -275,8 +275,6 @@ def _sizes(model: nn.Module) -> dict[str, torch.Size]:
 
 def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
     """methods: those by which its table can be made longer."""
-    anew = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
-    more = f"give a method by which a table is made longer, {quoted(methods)}" if methods else anew
-    return ValueError(
-        f"the positions of {kind!r} are made for its max_length: {more}; or take an encoding without a limit of its own"
-    )
+    again = "Patch with a larger max_length and train again: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)."
+    more = f"Choose a method that extends a table: {quoted(methods)}." if methods else again
+    return ValueError(f"The {kind!r} encoding is limited to its max_length. {more} Or use an encoding without a length limit.")

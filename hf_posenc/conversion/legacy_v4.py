@@ -73,8 +73,8 @@ def from_v4(
     """
     if not isinstance(path_or_id, (str, os.PathLike)):
         raise ValueError(
-            f"from_v4 takes a folder or a Hub id, not a {type(path_or_id).__name__}: a model that Transformers 5 has loaded "
-            "has lost its vectors of distances"
+            f"from_v4 requires a local path or Hub ID, not a {type(path_or_id).__name__}. A model loaded by Transformers 5 has "
+            "already lost its relative vectors."
         )
     source: dict[str, Any] = {
         "revision": revision,
@@ -86,8 +86,8 @@ def from_v4(
     files = [os.path.join(subfolder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     if not any(has_file(path_or_id, file, **source) for file in files):
         raise ValueError(
-            f"{path_or_id} has no {SAFE_WEIGHTS_NAME}, and other weights are pickles, which can run any code: convert it with "
-            "Transformers v4, by from_pretrained and save_pretrained (Transformers 5 would drop the vectors of distances)"
+            f"{path_or_id} has no {SAFE_WEIGHTS_NAME}. Other formats can run code and aren't loaded. Load and save the model "
+            "with Transformers v4, because Transformers 5 drops the relative vectors."
         )
     config = load_config(path_or_id, subfolder=subfolder, **source)
     host = _model_class(auto_class, config)
@@ -126,12 +126,14 @@ def _make_absolute(config: Any) -> None:
 def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     """The kind of relative positions that a config.json asks for."""
     if not saved:
-        raise ValueError(f"{path} has no {CONFIG_NAME}: give the folder or Hub id of a saved model, or subfolder=… in it")
+        raise ValueError(f"{path} has no {CONFIG_NAME}. Pass the local path or Hub ID of a saved model, or set subfolder.")
     if "position_encoding" in saved:
-        raise ValueError(f"{path} has an encoding of this package already: load it with AutoModel.from_pretrained")
+        raise ValueError(f"{path} is already patched. Load it with AutoModel.from_pretrained.")
     kind, model_type = saved.get("position_embedding_type", "absolute"), saved.get("model_type")
     if model_type in NATIVE:
-        raise ValueError(f"{path}: Transformers 5 has {model_type!r} with its relative positions: load it with from_pretrained")
+        raise ValueError(
+            f"{path}: Transformers 5 supports the relative positions of {model_type!r}. Load it with from_pretrained."
+        )
     parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
     if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
         raise UnsupportedModelError(
@@ -163,14 +165,14 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
         if auto_class.config_class is type(config):
             return auto_class
         raise ValueError(
-            f"{auto_class.__name__} is not for a {config.model_type!r} model: give a class that is, or an Auto class"
+            f"{auto_class.__name__} doesn't support {config.model_type!r} models. Pass a class that does, or an Auto class."
         )
     mapping = _compat.model_mapping(auto_class)
     if mapping is None:
-        raise ValueError(f"auto_class={auto_class!r}: give an Auto class, as AutoModelForMaskedLM, or a model class")
+        raise ValueError(f"auto_class={auto_class!r} must be an Auto class, such as AutoModelForMaskedLM, or a model class.")
     if type(config) not in mapping:
         raise ValueError(
-            f"{auto_class.__name__} has no class for a {config.model_type!r} model: give another, or a model class"
+            f"{auto_class.__name__} has no class for {config.model_type!r} models. Pass another Auto class, or a model class."
         )
     return _compat.model_class(config, mapping)
 
@@ -184,7 +186,8 @@ def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> Position
         return PositionSpec.parse({"type": kind, "max_distance": rows - 1, "max_length": length})
     if max_length not in (None, usable):
         raise ValueError(
-            f"max_length={max_length}: a {config.model_type!r} model has vectors for {usable} positions, too: leave it out"
+            f"max_length={max_length} isn't supported, because the {config.model_type!r} model also has position embeddings "
+            f"for {usable} positions. Omit it."
         )
     return PositionSpec.parse({"type": f"absolute+{kind}", f"{kind}__max_distance": rows - 1, "max_length": usable})
 
@@ -202,18 +205,18 @@ def _check_loaded(path: Any, kind: str, info: Any) -> None:
     if wrong := sorted(info["mismatched_keys"]):
         name, found, wanted = wrong[0]
         raise ValueError(
-            f"{path}: {_in_v4(name)} has the shape {tuple(found)}, and its config describes {tuple(wanted)} (v4 has vectors "
-            "for 2 * max_position_embeddings - 1 distances): restore the config.json that was saved with it"
+            f"{path}: {_in_v4(name)} has shape {tuple(found)}, but the config specifies {tuple(wanted)} (2 * "
+            "max_position_embeddings - 1 distances). Restore the config.json that was saved with it."
         )
     if missing := sorted(name for name in info["missing_keys"] if "posenc." in name):
         raise ValueError(
-            f"{path} has no {_in_v4(missing[0])}, though its config says {kind!r}: Transformers 5 loses it where it loads and "
-            "saves such a model; take the checkpoint that v4 saved"
+            f"{path} has no {_in_v4(missing[0])}, although its config has {kind!r}. Transformers 5 drops it when such a model "
+            "is loaded and saved. Use the checkpoint that v4 saved."
         )
     if more := sorted(name for name in info["unexpected_keys"] if "posenc." in name):
         raise ValueError(
-            f"{path} has {_in_v4(more[0])}, and the model that its config describes has no self-attention of that name (v4 "
-            "gave some models' attention to an encoder's states relative positions, too): run it with Transformers 4.57"
+            f"{path} has {_in_v4(more[0])}, but the model has no self-attention of that name (in v4, some cross-attentions "
+            "also had relative positions). Run it with Transformers 4.57."
         )
 
 
@@ -229,5 +232,7 @@ def _as_ours(model: Any, kind: str) -> None:
     with torch.no_grad():
         for table in tables:
             if table.is_meta:
-                raise ValueError("device_map leaves weights on disk: load the model, save it, then load that with device_map")
+                raise ValueError(
+                    "device_map leaves weights on disk. Load the model, save it, and load the result with device_map."
+                )
             table.copy_(table.flip(0) * (table.shape[-1] ** 0.5 if after_scaling else 1))

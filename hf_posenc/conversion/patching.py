@@ -80,7 +80,8 @@ def patch(
         refuse_own_config(model)
     if taken := sorted({"type", *PLACEMENT} & set(options)):
         raise ValueError(
-            f"{taken[0]}={options[taken[0]]!r} is no option of an encoding; the encoding is patch's second argument"
+            f"{taken[0]}={options[taken[0]]!r} isn't an option of an encoding. Pass the encoding as the second argument of "
+            "patch."
         )
     given = {"type": encoding} if isinstance(encoding, str) else encoding
     if isinstance(given, dict):
@@ -109,7 +110,7 @@ def unpatch(model: M) -> M:
         return apply_to_sentence_transformer(model, unpatch)
     refuse(model, "unpatch")
     if not isinstance(model, PosEncModelMixin):
-        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+        raise ValueError(f"{type(model).__name__} isn't patched, so there is nothing to restore.")
     return to_stock(model, type(model).original_class)
 
 
@@ -117,14 +118,14 @@ def refuse_patched(model: Any, call: str) -> None:
     """Raises ValueError for a model that has an encoding already."""
     if isinstance(model, PosEncModelMixin):
         spec = model.config.position_spec
-        inner = "" if spec.submodel is None else f", in its {spec.submodel}, and only one of its models can have one"
+        inner = "" if spec.submodel is None else f" in its {spec.submodel}, and only one submodel can be patched"
         remedy = f"Call hf_posenc.{call}(hf_posenc.unpatch(model), …), or run `hf-posenc unpatch` first."
         if spec.original is None:
             remedy = (
-                "It was made from scratch or by from_v4, so it has no other positions to go back to. Begin with the checkpoint "
-                "that it was made from, and let hf_posenc.training.distill train that with this model as --teacher."
+                "It was created from scratch or by from_v4, so it has no original positions. Start from the checkpoint that "
+                "it was created from, and distill that with this model as the --teacher of hf_posenc.training.distill."
             )
-        raise ValueError(f"this model has the {spec.type!r} encoding already{inner}. {remedy}")
+        raise ValueError(f"This model already has the {spec.type!r} encoding{inner}. {remedy}")
 
 
 def refuse_own_config(model: Any) -> None:
@@ -132,16 +133,16 @@ def refuse_own_config(model: Any) -> None:
     kind, name = type(model.config), type(model).__name__
     if is_transformers(kind) or kind.model_type in ("", *CONFIG_MAPPING_NAMES):
         raise ValueError(
-            f"{name} is a class of your own, and its config a {kind.__name__} of model type {kind.model_type!r}, by which the "
-            "Auto classes would load another model: give it a config class of its own with a model_type of its own"
+            f"{name} is a custom class, but the Auto classes load another model for its config, a {kind.__name__} with "
+            f"model_type {kind.model_type!r}. Define a config class with a new model_type."
         )
     missing = [
         size for size in ("hidden_size", "num_attention_heads") if not isinstance(getattr(model.config, size, None), int)
     ]
     if missing:
         raise ValueError(
-            f"{kind.__name__} has no {' and no '.join(missing)}, by which an encoding is sized: rename it, or add the name to "
-            f'its attribute_map ({{"{missing[0]}": "its name there"}})'
+            f"{kind.__name__} has no {' and no '.join(missing)}, which encodings need. Rename the field, or add it to "
+            f'attribute_map ({{"{missing[0]}": "its name there"}}).'
         )
 
 
@@ -153,12 +154,11 @@ def refuse(model: Any, call: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, PosEncModelMixin) and is_patched(module):
             raise ValueError(
-                f"{path} of this {type(model).__name__} was patched by itself ({module.config.position_spec.type!r}) and "
-                f"reloads as it is: {call} that one, or take its encoding out first, "
-                f"model.{path} = hf_posenc.unpatch(model.{path})"
+                f"{path} of this {type(model).__name__} is already patched ({module.config.position_spec.type!r}). Call {call} "
+                f"on that submodel, or restore it first: model.{path} = hf_posenc.unpatch(model.{path})."
             )
     if any(map(is_patched, model.modules())):
         raise ValueError(
-            f"{type(model).__name__} is patched, but runs the code that came with its checkpoint (trust_remote_code): "
-            "import hf_posenc first, then load it again"
+            f"{type(model).__name__} runs the code saved with its checkpoint (trust_remote_code). Import hf_posenc, then load "
+            "it again."
         )

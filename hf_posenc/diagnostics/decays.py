@@ -94,7 +94,7 @@ def draw_decay(
     Raises ValueError for an encoding that has neither, or heads that aren't there.
     """
     if isinstance(encodings, str) or not encodings:
-        raise ValueError(f"encodings={encodings!r}: give a list of one encoding or more")
+        raise ValueError(f"encodings={encodings!r} must be a list of one or more encodings.")
     sizes = {"num_attention_heads": num_attention_heads, "hidden_size": hidden_size, "causal": causal}
     found = [
         (each, each.encoding)

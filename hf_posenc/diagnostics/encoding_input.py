@@ -32,7 +32,7 @@ Quantity = Literal["vectors", "scores"]
 """What is measured: vectors that are added to inputs, or the effect on the scores of attention."""
 ON_SCORES = {"rotate", "distance_bias", "score_bias"}
 EXACT = torch.float64
-OF_ATTENTIONS = "of an encoding with per_layer=True give the module of one attention"
+OF_ATTENTIONS = "With per_layer=True, pass the encoding of one attention module."
 POSITIVE, SEVERAL = Annotated[int, GreaterThan(0)], Annotated[int, GreaterThan(1)]
 POSITIVES = tuple[Annotated[int, GreaterThan(0)], ...]
 
@@ -78,26 +78,28 @@ class MeasuredEncoding:
         """
         known = _quantities(self.verbs)
         if not self.encoding.type:
-            raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
+            raise ValueError(f"This module doesn't change positions. {OF_ATTENTIONS}")
         if asked is not None and asked not in known:
             acts = f"acts by {', '.join(self.verbs)}" if self.verbs else "does nothing to positions"
-            raise ValueError(f"quantity={asked!r}: {self.name!r} {acts}, of which {quoted(known) or 'nothing'} can be measured")
+            raise ValueError(
+                f"quantity={asked!r} isn't available for {self.name!r}, which {acts}. Measurable: {quoted(known) or 'nothing'}."
+            )
         if not known:
             raise ValueError(
-                f"{self.name!r} acts by {', '.join(self.verbs) or 'nothing'}: there are neither vectors nor scores to measure; "
+                f"{self.name!r} has no vectors or scores to measure (mechanisms: {', '.join(self.verbs) or 'none'}). "
                 f"{OF_ATTENTIONS}"
             )
         if len(known) > 1 and asked is None:
-            raise ValueError(f"{self.name!r} acts by vectors and in attention: say which, quantity='vectors' or 'scores'")
+            raise ValueError(f"{self.name!r} has both vectors and scores. Set quantity='vectors' or 'scores'.")
         quantity = asked or known[0]
         classes, here = type(self.encoding).component_classes(), list(self.encoding.named_parts())
         elsewhere = {name: cls for name, cls in classes.items() if name not in here} if len(classes) > 1 else {}
         by_part = {name: _quantities(cls.mechanisms(self.encoding._options[name])) for name, cls in elsewhere.items()}
         if lacking := [name for name, known in by_part.items() if quantity in known]:
             raise ValueError(
-                f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack has "
-                "what all layers share, each attention what is its own; give one part, as "
-                f"module.get_submodule({here[0]!r}), or the encoding by its name"
+                f"This module contains the part {', '.join(here)} of {self.name!r}, but not {', '.join(lacking)}. Parts with "
+                "parameters per layer are in the attention modules. Pass one part, such as "
+                f"module.get_submodule({here[0]!r}), or the name of the encoding."
             )
         return quantity
 
@@ -175,19 +177,24 @@ def prepare_encoding(encoding: Any, length: int, sizes: Sizes) -> MeasuredEncodi
     checked_value("length", length, SEVERAL)
     if unknown := sorted({*sizes} - {*Sizes.__annotations__}):
         names = ", ".join(Sizes.__annotations__)
-        raise ValueError(f"{unknown[0]} is no size: sizes are {names}; options go into a dict, {{'type': name, …}}")
+        raise ValueError(f"{unknown[0]} isn't a size. Sizes: {names}. Pass options in a dict, {{'type': name, …}}.")
     module = encoding.posenc if isinstance(encoding, PositionEmbedding) else encoding
     if not isinstance(module, PositionEncoding):
         if isinstance(module, torch.nn.Module):
-            raise ValueError(f"{type(module).__name__} is no encoding: give its name, a dict, or the module, as model.posenc")
+            raise ValueError(
+                f"{type(module).__name__} isn't an encoding. Pass a name, a dict, or the module, such as model.posenc."
+            )
         built = _built(canonical(module, in_code=True), length, **sizes)
     else:
         if sizes:
-            raise ValueError(f"{next(iter(sizes))} was given for a module, which has its own sizes: leave it out")
+            raise ValueError(f"{next(iter(sizes))} doesn't apply to a module, which already has its sizes. Omit it.")
         built = copy.deepcopy(module)
     limit = built.geometry.max_length
     if limit is not None and length > limit:
-        raise ValueError(f"length={length}: this {built.type!r} encoding has {limit} positions: give a smaller length")
+        raise ValueError(
+            f"length={length} is above the maximum length of this {built.type!r} encoding, {limit} positions. Choose a smaller "
+            "length."
+        )
     return MeasuredEncoding(placed(built.requires_grad_(False).eval(), torch.device("cpu"), EXACT), length)
 
 
@@ -203,7 +210,7 @@ def _built(
     for name, value in (("hidden_size", hidden_size), ("num_attention_heads", num_attention_heads)):
         checked_value(name, value, POSITIVE)
     if hidden_size % num_attention_heads:
-        raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_attention_heads}")
+        raise ValueError(f"hidden_size={hidden_size} isn't a multiple of num_attention_heads={num_attention_heads}.")
     parts = encoding_class(encoding["type"]).component_classes().values()
     geometry = Geometry(
         hidden_size=hidden_size,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_posenc._versions import install
 from hf_posenc.serialization.atomic import atomic_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -62,18 +63,18 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'figures are drawn by matplotlib ({error}): pip install "hf-posenc[plot]"') from None
+        raise ImportError(f"Figures need matplotlib ({error}). Run: {install('plot')}") from None
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The path of a figure. Raises ValueError for a suffix that isn't drawn, or a folder that isn't there."""
     given = Path(path)
     if given.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{given}: a figure's file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        raise ValueError(f"{given} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
     if not given.parent.is_dir():
-        raise ValueError(f"{given}: there is no folder {given.parent}; make it first")
+        raise ValueError(f"{given}: the directory {given.parent} doesn't exist. Create it first.")
     if given.is_dir():
-        raise ValueError(f"{given} is a folder: give the name of a file")
+        raise ValueError(f"{given} is a directory. Pass the name of a file.")
     return given
 
 
@@ -273,7 +274,7 @@ def selected(what: str, given: Sequence[int] | None, count: int, most: int) -> l
         steps = max(1, min(most, count) - 1)
         return sorted({round(place * (count - 1) / steps) for place in range(min(most, count))})
     if not given:
-        raise ValueError(f"{what} is empty: name one or more of 0 to {count - 1}")
+        raise ValueError(f"{what} is empty. Choose one or more of 0 to {count - 1}.")
     if wrong := [each for each in given if not 0 <= each < count]:
-        raise ValueError(f"{what}={wrong[0]}: there are {count}, 0 to {count - 1}")
+        raise ValueError(f"{what}={wrong[0]} doesn't exist. Choose from 0 to {count - 1}.")
     return list(given)

@@ -91,8 +91,8 @@ def length_curve(
         lengths = [length for power in range(1, 24) if shortest <= (length := targets * 2**power) <= reach]
         if len(lengths) < 2:
             raise ValueError(
-                f"the shortest text has {longest} tokens and the model reads {runner.usable or 'any number'}: give texts of "
-                f"{4 * targets} tokens, fewer targets, or lengths"
+                f"The shortest text has {longest} tokens, and the maximum length of the model is "
+                f"{runner.usable or 'unlimited'}. Pass texts of {4 * targets} tokens, fewer targets, or lengths."
             )
     _check_lengths(runner, lengths, shortest, longest)
     measure = _measure(runner, {name: values[:, -lengths[0] :] for name, values in rows[0].items()})
@@ -122,7 +122,7 @@ def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark:
     measures = {result.measure for result in named.values()}
     if len(measures) > 1:
         raise ValueError(
-            f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a separate figure"
+            f"The models were measured by {' and '.join(sorted(measures))}. Draw each measure in a separate figure."
         )
     sheet = Sheet((WIDTH * 0.7, 3.3), dark=dark, path=path)
     axis = sheet.axes[0, 0]
@@ -147,16 +147,16 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _check_lengths(runner: ModelRunner, lengths: Sequence[int], shortest: int, longest: int) -> None:
     for length in checked_value("lengths", lengths, POSITIVES):
         if length < shortest:
-            raise ValueError(f"lengths has {length}: the targets and a token before them take {shortest}")
+            raise ValueError(f"lengths contains {length}, but the targets and a token before them take {shortest}.")
         if length > longest:
-            raise ValueError(f"lengths has {length}, and the shortest text has {longest} tokens: give longer texts")
+            raise ValueError(f"lengths contains {length}, but the shortest text has {longest} tokens. Pass longer texts.")
         if runner.usable is not None and length > runner.usable:
             raise ValueError(
-                f"lengths has {length}, and {runner.name} reads up to {runner.usable} tokens: hf_posenc.extend or "
-                "hf_posenc.patch with max_length make it longer"
+                f"lengths contains {length}, but the maximum length of {runner.name} is {runner.usable} tokens. Extend it with "
+                "hf_posenc.extend, or with hf_posenc.patch and max_length."
             )
     if not lengths or list(lengths) != sorted({*lengths}):
-        raise ValueError(f"lengths={lengths!r}: allowed are lengths in ascending order, each once")
+        raise ValueError(f"lengths={lengths!r} must be in ascending order, without duplicates.")
 
 
 def is_language_model(model: Any) -> bool:
@@ -181,8 +181,8 @@ def _measure(runner: ModelRunner, row: Mapping[str, Tensor]) -> Measure:
         return "masked loss"
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
-            f"{runner.name} is to predict the next token, and sees it here: make its config causal, as by is_decoder=True, or "
-            "give its base_model, whose states are measured"
+            f"{runner.name} predicts the next token, but its attention isn't causal. Set is_decoder=True in its config, or "
+            "pass its base_model to measure hidden states."
         )
     return "cosine"
 
@@ -221,5 +221,5 @@ def _scores(
 def _mask(runner: ModelRunner) -> int:
     mask = getattr(runner.tokenizer, "mask_token_id", None)
     if mask is None:
-        raise ValueError(f"{runner.name} is measured by masked tokens: give a tokenizer that has a mask token")
+        raise ValueError(f"{runner.name} is measured by masked tokens. Pass a tokenizer that has a mask token.")
     return mask

@@ -53,7 +53,7 @@ class ModelRunner:
         try:
             return self.stack.get_input_embeddings()
         except NotImplementedError:
-            raise ValueError(f"{self.name} has no single embedding of its tokens, so it can't be measured on texts") from None
+            raise ValueError(f"{self.name} has no single token embedding, so it can't be measured on texts.") from None
 
     @property
     def still(self) -> float:
@@ -72,12 +72,12 @@ class ModelRunner:
             length = length if self.usable is None else min(length, self.usable)
         rows = list(self._rows(texts, length, special))
         if not rows:
-            raise ValueError("texts has none: give some texts, or a batch of input_ids")
+            raise ValueError("texts is empty. Pass texts, or a batch of input_ids.")
         check_known(self.tokenizer, (row["input_ids"] for row in rows))
         for place, row in enumerate(rows):
             ids = row["input_ids"]
             if ids.shape[1] < least:
-                raise ValueError(f"text {place} has {ids.shape[1]} tokens, and {least} are needed: give longer texts")
+                raise ValueError(f"Text {place} has {ids.shape[1]} tokens, but {least} are needed. Pass longer texts.")
             check_ids(ids, self.embedding, f"text {place}")
         return [{name: values.to(self.model.device) for name, values in row.items()} for row in rows]
 
@@ -89,32 +89,32 @@ class ModelRunner:
             taken = {*argument_names(self.stack)} - {*INPUTS, MASK}
             if other := [name for name in texts if name in taken and texts[name] is not None]:
                 allowed = ", ".join((*INPUTS, MASK))
-                raise ValueError(f"texts has {other[0]!r}, which wouldn't be read: allowed are {allowed}; leave it out")
+                raise ValueError(f"texts contains {other[0]!r}, which isn't used. Pass only {allowed}.")
             if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in INTEGERS:
-                raise ValueError("texts is a batch without input_ids: give these, a tensor of integers [N, L]")
+                raise ValueError("texts is a batch without input_ids. Add them, an integer tensor [N, L].")
             names = [name for name in INPUTS if texts.get(name) is not None]
             for name in (*names, MASK):
                 given = texts.get(name)
                 if given is not None and (not isinstance(given, Tensor) or given.shape != ids.shape):
                     form = f"has shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
-                    raise ValueError(f"{name} {form}: expected a tensor of {tuple(ids.shape)}, as input_ids")
+                    raise ValueError(f"{name} {form}, but must have shape {tuple(ids.shape)}, like input_ids.")
             mask = texts.get(MASK)
             shown_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             for row, kept in enumerate(shown_tokens):
                 yield {name: texts[name][row][kept][None, :length] for name in names}
             return
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ValueError(f"texts={short_repr(texts)[:100]}: allowed are several strings, or a batch of input_ids")
+            raise ValueError(f"texts={short_repr(texts)[:100]} must be a list of strings, or a batch of input_ids.")
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"texts holds {short_repr(text)[:100]}: allowed are strings, or one batch of input_ids")
+                raise ValueError(f"texts contains {short_repr(text)[:100]}. Pass strings, or one batch of input_ids.")
             settings = {"truncation": True, "max_length": length} if length else {"verbose": False}
             given = self.required_tokenizer()(text, add_special_tokens=special, **settings)
             yield {name: torch.tensor([given[name]]) for name in INPUTS[: 1 + special] if name in given}
 
     def required_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise ValueError("texts are strings, and no tokenizer was given: tokenizer=…, or give input_ids")
+            raise ValueError("texts are strings, which need a tokenizer. Pass tokenizer=…, or input_ids.")
         return self.tokenizer
 
     @torch.no_grad()
@@ -129,16 +129,16 @@ class ModelRunner:
         found = [each[0] for each in given if isinstance(each, Tensor) and each.ndim == 4 and each.shape[-2:] == size]
         if not found:
             raise ValueError(
-                f"{self.name} doesn't return the attention weights of all its tokens: use a diagnostic without them, such as "
-                "receptive_field or order_sensitivity"
+                f"{self.name} doesn't return the attention weights of all its tokens. Use a diagnostic without them, such as "
+                "receptive_field or order_sensitivity."
             )
         if len({len(each) for each in found}) > 1:
-            raise ValueError(f"the layers of {self.name} have different numbers of heads, which one table can't hold")
+            raise ValueError(f"The layers of {self.name} have different numbers of heads, so they don't fit into one table.")
         weights = torch.stack(found).double().cpu()
         if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
             raise ValueError(
-                f"{self.name} doesn't return normalized attention weights (but {weights.min():.3g} to {weights.max():.3g}): "
-                "use a diagnostic without them, such as receptive_field or order_sensitivity"
+                f"{self.name} doesn't return normalized attention weights (values from {weights.min():.3g} to "
+                f"{weights.max():.3g}). Use a diagnostic without them, such as receptive_field or order_sensitivity."
             )
         return weights
 
@@ -155,16 +155,14 @@ def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
     if is_sentence_transformer(model):
         tokenizer, model = tokenizer or model.tokenizer, model[0].model
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"{type(model).__name__} is no model of Transformers: give the model itself, not what is wrapped around it"
-        )
+        raise ValueError(f"{type(model).__name__} isn't a Transformers model. Pass the model itself, not a wrapper.")
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) and model.get_encoder() is not model:
-        raise ValueError(f"{name} has an encoder and a decoder: give its encoder, model.get_encoder()")
+        raise ValueError(f"{name} has an encoder and a decoder. Pass its encoder, model.get_encoder().")
     if tokenizer is not None and not (isinstance(tokenizer, PreTrainedTokenizerBase) or callable(tokenizer)):
-        raise ValueError(f"tokenizer={short_repr(tokenizer)[:100]}: allowed is a tokenizer of Transformers")
+        raise ValueError(f"tokenizer={short_repr(tokenizer)[:100]} must be a Transformers tokenizer.")
     if not reads_tokens(model.base_model):
-        raise ValueError(f"{name} reads no tokens: give the part of it that reads text, as model.text_model")
+        raise ValueError(f"{name} doesn't read tokens. Pass the part that reads text, such as model.text_model.")
     # Tensors are in the memo, so they are shared. Modules, hooks and the config are copied.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin: Any = copy.deepcopy(model, shared)

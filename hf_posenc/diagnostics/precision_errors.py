@@ -105,7 +105,7 @@ def precision(
     Args, Raises: as `similarity`. dtypes: floating-point dtypes of torch.
     """
     if odd := [dtype for dtype in dtypes if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)]:
-        raise ValueError(f"dtypes has {odd[0]!r}: allowed are floating-point dtypes, as torch.bfloat16")
+        raise ValueError(f"dtypes contains {odd[0]!r}. Pass floating-point dtypes, such as torch.bfloat16.")
     measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
     query = length - 1 if measured.is_causal else 0

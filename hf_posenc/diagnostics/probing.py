@@ -90,7 +90,9 @@ def probing(
     checked_value("near", near, POSITIVE)
     runner = prepare_model(model, tokenizer)
     if runner.usable is not None and length > runner.usable:
-        raise ValueError(f"length={length}: {runner.name} reads up to {runner.usable} tokens: give a smaller length")
+        raise ValueError(
+            f"length={length} is above the maximum length of {runner.name}, {runner.usable} tokens. Choose a smaller length."
+        )
     ids = _ids(runner, words, seed)
     weights: Any = 0
     odds: Any = 0
@@ -170,9 +172,9 @@ def _ids(runner: ModelRunner, words: Any, seed: int) -> list[int]:
         order = torch.randperm(runner.vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
         return [word for word in order if word not in special][:words]
     if isinstance(words, str) or not isinstance(words, Sequence) or not words:
-        raise ValueError(f"words={words!r}: allowed are a number, or a list of words or of ids")
+        raise ValueError(f"words={words!r} must be a number, or a list of words or token IDs.")
     if odd := [word for word in words if isinstance(word, bool) or not isinstance(word, int | str)]:
-        raise ValueError(f"words has {odd[0]!r}: allowed are words or ids")
+        raise ValueError(f"words contains {odd[0]!r}. Pass words or token IDs.")
     return [word if isinstance(word, int) else _id(runner, word) for word in words]
 
 
@@ -185,5 +187,5 @@ def _special_ids(config: Any) -> set[int]:
 def _id(runner: ModelRunner, word: str) -> int:
     ids = runner.required_tokenizer()(word, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
-        raise ValueError(f"words has {word!r}, of {len(ids)} tokens: give words of one token each")
+        raise ValueError(f"words contains {word!r}, which has {len(ids)} tokens. Pass words of one token each.")
     return ids[0]

@@ -72,9 +72,9 @@ def receptive_field(
         ValueError: texts of fewer than two tokens, ids that the model doesn't know, a wrong share.
     """
     if query not in (None, "middle", "last"):
-        raise ValueError(f"query={query!r}: allowed is 'middle', 'last', or None")
+        raise ValueError(f"query={query!r} must be 'middle', 'last', or None.")
     if odd := [share for share in checked_value("shares", shares, tuple[float, ...]) if not 0 < share <= 1]:
-        raise ValueError(f"shares has {odd[0]!r}: allowed are numbers above 0, up to 1")
+        raise ValueError(f"shares contains {odd[0]!r}. Pass numbers above 0 and at most 1.")
     checked_value("probes", probes, POSITIVE)
     runner = prepare_model(model, tokenizer)
     rows = runner.read(texts, length)
@@ -165,8 +165,8 @@ def _norms(runner: ModelRunner, row: Mapping[str, Tensor], place: int, probes: i
     def leaf(module: Any, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
             raise ValueError(
-                f"{runner.name} doesn't embed each token as one vector, so it has no gradients with respect to them: use a "
-                "diagnostic without gradients, such as order_sensitivity"
+                f"{runner.name} doesn't embed each token as one vector, so it has no gradients with respect to them. Use a "
+                "diagnostic without gradients, such as order_sensitivity."
             )
         inputs.append(output.detach().requires_grad_())
         return inputs[-1].clone()  # some models (CTRL) scale it in place

@@ -48,12 +48,10 @@ class Result:
         given = dict(values)
         cls = Result.classes.get(given.pop(NAME, None))
         if cls is None:
-            raise ValueError(
-                f"{NAME}={values.get(NAME)!r}: allowed is one of {', '.join(Result.classes)}, as to_dict writes it"
-            )
+            raise ValueError(f"{NAME}={values.get(NAME)!r} must be one of {', '.join(Result.classes)}.")
         names = {field.name for field in dataclasses.fields(cls)}
         if odd := names ^ given.keys():
-            raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}; missing or unknown: {sorted(odd)}")
+            raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}. Missing or unknown: {sorted(odd)}.")
         kinds = get_type_hints(cls)
         return cls(**{name: _restored(value, kinds[name]) for name, value in given.items()})
 
@@ -61,7 +59,7 @@ class Result:
     def checked(cls: type[R], result: Any) -> R:
         """The result that a figure is of. Raises ValueError for anything else."""
         if not isinstance(result, cls):
-            raise ValueError(f"this figure is of a {cls.__name__} of hf_posenc.diagnostics, not of a {type(result).__name__}")
+            raise ValueError(f"This figure needs a {cls.__name__} of hf_posenc.diagnostics, not a {type(result).__name__}.")
         return result
 
     @classmethod
@@ -70,7 +68,7 @@ class Result:
         if not isinstance(results, Mapping):
             return {getattr(cls.checked(results), "model", ""): results}
         if not results:
-            raise ValueError(f"no results: give one {cls.__name__} or more")
+            raise ValueError(f"There are no results. Pass one or more {cls.__name__} objects.")
         return {name: cls.checked(result) for name, result in results.items()}
 
     def __eq__(self, other: object) -> bool:

@@ -59,9 +59,9 @@ def shift_error(
         offsets = [2**power for power in range(max(1, (length // 4).bit_length()))]
     for offset in checked_value("offsets", offsets, POSITIVES):
         if offset > length // 2:
-            raise ValueError(f"offsets={offset}: allowed is up to a half of length={length}")
+            raise ValueError(f"offsets={offset} must be at most half of length={length}.")
         if offset > length - 4:  # two positions to fit to, two to measure on
-            raise ValueError(f"offsets={offset}: length={length} is too short for it, give {offset + 4} positions or more")
+            raise ValueError(f"offsets={offset} needs a length of at least {offset + 4} positions, not {length}.")
     measured = prepare_encoding(encoding, length, sizes)
     measured.quantity("vectors")
     vectors = measured.vectors()

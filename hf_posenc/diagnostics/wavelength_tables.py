@@ -51,7 +51,7 @@ def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> W
     parts = {name: part.angular_frequencies(length) for name, part in measured.encoding.named_parts().items()}
     found = {name: frequencies.detach() for name, frequencies in parts.items() if frequencies is not None}
     if len(found) != 1:
-        why = f"has several parts made of sines, {', '.join(found)}: give one of them" if found else "isn't made of sines"
+        why = f"has several sinusoidal parts, {', '.join(found)}. Pass one of them." if found else "isn't sinusoidal."
         raise ValueError(f"{measured.name!r} {why}")
     ((name, frequencies),) = found.items()
     turns = frequencies.abs() * length / math.tau

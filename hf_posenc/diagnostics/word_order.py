@@ -62,7 +62,7 @@ def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length
         free = (~torch.isin(ids[0].cpu(), special)).nonzero()[:, 0]
         if len(free) < 4:
             raise ValueError(
-                f"text {place} has {len(free)} tokens that could change places, and 4 are needed: give longer texts"
+                f"Text {place} has only {len(free)} tokens that can be permuted, but 4 are needed. Pass longer texts."
             )
         before = runner.states(row).double()
         for name, change in CHANGES.items():

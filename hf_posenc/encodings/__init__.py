@@ -1,4 +1,4 @@
-"""Position encodings, one per file. Importing this package registers them all."""
+"""Position encodings, one per module. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

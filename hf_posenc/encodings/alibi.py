@@ -9,29 +9,29 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 
 UNSEEN = -1e4
-"""The bias of keys on the side that a head doesn't see, with which they have no weight beside others. Finite, above the bias
-of padding: where a query of cross-attention has no key on its head's side, the head takes the others, and no padding."""
+"""The bias of keys on the side that a head doesn't see. It leaves them no weight compared with other keys. It is finite and
+above the bias of padding: if a cross-attention query has no key on its head's side, the head uses other keys, not padding."""
 
 
 class ALiBi(PositionEncoding, type="alibi"):
     """bias[h, i, j] = -m_h · |j - i|, added to the scaled scores (Press et al., 2022).
 
-    With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n; for other n the authors take the slopes of the power
-    of two below, then every other slope of the one above. Any length.
+    With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n. For other n, the authors use the slopes of the next lower
+    power of two, then every other slope of the next higher one. There is no length limit.
 
-    In causal stacks j ≤ i, as in the paper. For encoders the authors recommend the symmetric bias and propose two more
-    (github.com/ofirpress/attention_with_linear_biases, issue 5), which tell a key before the query from one after it:
+    In decoders j ≤ i, as in the paper. For encoders, the authors recommend the symmetric bias and propose two variants that
+    distinguish keys before the query from keys after it (github.com/ofirpress/attention_with_linear_biases, issue 5):
 
-    - one_sided, "nonsymmetric with mask": the first half of the heads sees no later keys, the other half no earlier ones. Every
-      query sees its own key. Each half has the slopes of n/2 heads; of an odd number, the first half has one head more.
-    - asymmetric, "nonsymmetric with no mask": a slope for earlier keys and another for later ones. The authors learn both from
-      random values. Here they are, or start as, m_h for earlier keys and √2 · m_h for later ones, since with a whole or a
-      broken number in place of √2 some tokens on either side would have the same bias.
+    - one_sided, "nonsymmetric with mask": the first half of the heads sees no later keys, the other half no earlier keys. Every
+      query sees its own key. Each half has the slopes of n/2 heads. If n is odd, the first half has one head more.
+    - asymmetric, "nonsymmetric with no mask": earlier and later keys have separate slopes. The authors learn both from random
+      values. Here they are, or start as, m_h for earlier keys and √2 · m_h for later ones. With a rational factor, some tokens
+      on either side would have the same bias.
 
     Options:
-        slopes: "fixed" (no parameters) or "learned", which start as the fixed ones: `weight`, [H]; asymmetric [2, H], the
-            slopes for earlier keys first.
-        sides: "symmetric", "one_sided" or "asymmetric"; the last two in encoders and cross-attention alone.
+        slopes: "fixed" (no parameters) or "learned". Learned slopes start as the fixed ones: `weight`, [H]; for asymmetric
+            [2, H], with the slopes for earlier keys first.
+        sides: "symmetric", "one_sided", or "asymmetric". The last two are for encoders and cross-attention only.
     """
 
     title = "Attention with linear biases"
@@ -44,13 +44,13 @@ class ALiBi(PositionEncoding, type="alibi"):
         super().__init__(geometry, **options)
         if self.sides != "symmetric" and geometry.is_causal:
             raise ValueError(
-                f"alibi.sides={self.sides!r}: here tokens see earlier ones alone, which are one side: leave sides out. A model "
-                "of encoder and decoder takes it as where={'encoder': {'type': 'alibi', 'sides': …}, 'decoder': 'alibi'}"
+                f"alibi.sides={self.sides!r} isn't supported in causal attention, where tokens see only earlier tokens. Omit "
+                "sides. In an encoder-decoder model, use where={'encoder': {'type': 'alibi', 'sides': …}, 'decoder': 'alibi'}."
             )
         if self.sides == "one_sided" and geometry.num_attention_heads < 2:
             raise ValueError(
-                "alibi.sides='one_sided' takes two heads or more, and here is one, which would see nothing on its other side: "
-                "take 'symmetric' or 'asymmetric'"
+                "alibi.sides='one_sided' needs at least two heads, but this attention has one, which would see only one side. "
+                "Use 'symmetric' or 'asymmetric'."
             )
         if self.slopes == "learned":
             self.weight = nn.Parameter(torch.tensor(self._fixed_slopes()))
@@ -67,7 +67,7 @@ class ALiBi(PositionEncoding, type="alibi"):
         return bias.masked_fill(torch.where(heads < _first_half(len(slopes)), distance > 0, distance < 0), UNSEEN)
 
     def _fixed_slopes(self) -> list[float] | list[list[float]]:
-        """`[H]`, or, asymmetric, `[2, H]`."""
+        """Slopes `[H]`; for asymmetric `[2, H]`."""
         heads = self.geometry.num_attention_heads
         if self.sides == "asymmetric":
             earlier = alibi_slopes(heads)

@@ -42,7 +42,7 @@ MECHANISMS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
 
 
 BESIDE = ("inject", "keep_original", "layers", "max_length", "where")
-"""The arguments of `patch` that stand beside an encoding's options."""
+"""The arguments of `patch` that aren't options of an encoding."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Geometry:
     """The sizes that an encoding is built for.
 
     num_attention_heads, head_dim: 0 for an encoding outside of any attention.
-    max_length: None for no limit.
+    max_length: maximum length in tokens. None for no limit.
     is_causal: True if queries attend to no later keys.
-    num_key_value_heads: key and value heads of grouped-query attention; without it, as many as num_attention_heads.
-    trained_length: the longest input in tokens that the host's own positions were made for; None where nothing tells it.
-    value_head_dim: the size of each head's values where it is another than head_dim, as in latent attention; else 0.
-    axes: how many coordinates a token has: 1 in a text, 2 (row, column) in an image, 3 (frame, row, column) in a video.
+    num_key_value_heads: number of key and value heads. Equals num_attention_heads without grouped-query attention.
+    trained_length: maximum length in tokens of the model's original positions. None if unknown.
+    value_head_dim: head dimension of the values if it differs from head_dim, as in latent attention. Otherwise 0.
+    axes: number of coordinates of a token: 1 in a text, 2 (row, column) in an image, 3 (frame, row, column) in a video.
     """
 
     hidden_size: int
@@ -73,53 +73,53 @@ class PositionEncoding(nn.Module):
     """Base class of all position encodings. Defining a subclass registers it under `type` and `aliases`:
 
         class Window(hf_posenc.PositionEncoding, type="window"):
-            \"\"\"Tokens further than `width` away are masked.\"\"\"
+            \"\"\"Masks tokens more than `width` positions away.\"\"\"
             width: Annotated[int, GreaterThan(0)] = 128
 
             def distance_bias(self, distance):
                 return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
 
-    Options are class annotations with defaults; they are checked and set as attributes of the same name. An option that names
-    a file has the type `pathlib.Path`: it is set in code, is never saved, and is never read from a config. Sizes are in
-    `self.geometry`. Parameters, buffers and modules are created in `__init__` (after `super().__init__`), with their values or
-    filled in `reset_parameters`, which is called if `__init__` leaves memory uninitialised. What isn't saved, such as a
-    non-persistent buffer, is made again when a model is loaded, so it must come out the same each time. A subclass
-    overrides one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`, `value_bias`; each is a no-op here.
+    Options are class annotations with defaults. They are checked and set as attributes of the same name. An option that names
+    a file has the type `pathlib.Path`. It is set in code, and is never saved or read from a config. Sizes are in
+    `self.geometry`. Create parameters, buffers, and modules in `__init__` (after `super().__init__`). Set their values there or
+    in `reset_parameters`, which is called if `__init__` leaves memory uninitialized. Unsaved values, such as non-persistent
+    buffers, are computed again when a model is loaded, and must be the same each time. A subclass overrides one or more of the
+    mechanisms `embed`, `rotate`, `distance_bias`, `score_bias`, and `value_bias`. Each is a no-op here.
 
-    The verbs are called through the module, `encoding("embed", positions)`, so that hooks see the call: those of Accelerate
-    bring offloaded weights, those of FSDP gather shards.
+    Mechanisms are called through the module, `encoding("embed", positions)`, so that hooks run: those of Accelerate load
+    offloaded weights, and those of FSDP gather shards.
 
-    With `per_layer = True` each attention has an instance, and parameters, of its own; otherwise all attentions share the
-    stack's. Of encodings that bias it is an option, whose default the class may set.
+    With `per_layer = True`, each attention has a separate instance and parameters. Otherwise all attentions of an encoder or
+    decoder share one. For encodings with a bias, `per_layer` is also an option, and the class may set its default.
 
     Aliases may set options: `aliases={"near": {"width": 8}}`. `title` and `paper` (URLs) appear in listings and model cards.
     """
 
     registered: ClassVar[dict[str, Any]] = {}
-    """Name or alias -> class, of all encodings."""
+    """The class of each encoding, by name and alias."""
     type: ClassVar[str] = ""  # type: ignore[assignment]  # shadows Module.type(dtype), which is called on whole models only
     aliases: ClassVar[dict[str, dict[str, Any]]] = {}
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, ...]] = ()
     per_layer: bool = False
     translation_invariant: ClassVar[bool | None] = None
-    """Whether scores change nothing when all positions of a text move by one number. None: they do so in what acts by
-    `distance_bias` alone."""
+    """Whether scores stay the same when all positions of a text shift by the same number. None: True if `distance_bias` is the
+    only mechanism."""
     causal_only: ClassVar[bool] = False
-    """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
+    """Whether the encoding requires causal attention."""
     reads_content: ClassVar[bool] = True
-    """Whether its `score_bias` depends on queries and keys; one of positions alone is the same in all layers that share it."""
+    """Whether `score_bias` depends on queries and keys. If not, all layers that share the encoding have the same bias."""
     corrects_scores: ClassVar[bool] = False
-    """Whether its `score_bias` takes back a part of the product of queries and keys, to which nothing may be done before."""
+    """Whether `score_bias` subtracts part of the product of queries and keys, which must not be modified before."""
     rotates_keys: ClassVar[bool] = True
-    """Whether its `rotate` changes keys as well as queries."""
+    """Whether `rotate` changes keys as well as queries."""
     changes_head_dim: ClassVar[bool] = False
-    """Whether its `rotate` changes the number of features of queries and keys."""
+    """Whether `rotate` changes the head dimension of queries and keys."""
     axes: ClassVar[int] = 1
-    """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
+    """Number of coordinates of a token that the encoding uses. If it isn't 1, it must equal `Geometry.axes`."""
     geometry: Geometry
     _option_types: ClassVar[dict[str, Any]]
-    """What `option_types` returns, read once per class: each attention may have an instance of its own."""
+    """The result of `option_types`, cached per class, because each attention can have a separate instance."""
     _options: dict[str, Any] | None = None
 
     def __init_subclass__(
@@ -132,45 +132,45 @@ class PositionEncoding(nn.Module):
         for name in (type, *aliases):
             if not re.fullmatch(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*", name) or name in RESERVED:
                 raise ValueError(
-                    f"{name!r} can't be the name of an encoding: allowed are letters, digits and single _ or - between them, "
-                    f"but not {quoted(sorted(RESERVED))}"
+                    f"{name!r} can't be the name of an encoding. Use letters and digits, with single _ or - between them. "
+                    f"Reserved names: {quoted(sorted(RESERVED))}."
                 )
-            if hasattr(PositionEncoding, name):  # as which a composition would hold it
-                raise ValueError(f"{name!r} can't be the name of an encoding: it is an attribute of all encodings")
+            if hasattr(PositionEncoding, name):  # a composition has its parts as attributes
+                raise ValueError(f"{name!r} can't be the name of an encoding, because all encodings have this attribute.")
             taken = registered.get(name)
-            # A class of a notebook gives way to the file that it was written to.
+            # The file that a class was written to replaces the class of a notebook.
             if taken and taken.__module__ != "__main__" and (taken.__module__, taken.__qualname__) != own:
                 raise ValueError(
-                    f"the encoding name {name!r} is taken by {taken.__module__}.{taken.__qualname__}: "
-                    f"give {cls.__qualname__} another `type`"
+                    f"The encoding name {name!r} is already used by {taken.__module__}.{taken.__qualname__}. "
+                    f"Give {cls.__qualname__} another `type`."
                 )
         cls.type = type
         cls.aliases = aliases if isinstance(aliases, dict) else {name: {} for name in aliases}
         if reserved := RESERVED & set(cls.option_types()):
-            raise ValueError(f"{cls.__qualname__} can't name an option {quoted(sorted(reserved))}: those are hf_posenc's own")
+            raise ValueError(f"{cls.__qualname__} can't have options with reserved names: {quoted(sorted(reserved))}.")
         if required := sorted(name for name in cls.file_options() if not hasattr(cls, name)):
             raise ValueError(
                 f"{cls.__qualname__}.{required[0]} names a file, and paths aren't saved with a model. Give the option a "
-                f"default, such as `{required[0]}: Path | None = None`"
+                f"default, such as `{required[0]}: Path | None = None`."
             )
         if "forward" in vars(cls):
-            raise ValueError(f"{cls.__qualname__} can't define forward, by which hf_posenc calls its verbs: name it otherwise")
+            raise ValueError(f"{cls.__qualname__} can't define forward, which hf_posenc uses. Choose another name.")
         if "distance_vectors" in vars(cls) and "score_bias" not in cls.mechanisms():
             raise ValueError(
-                f"{cls.__qualname__} defines distance_vectors without score_bias, the verb by which it acts: define that too"
+                f"{cls.__qualname__} defines distance_vectors without score_bias, so it has no effect. Define score_bias too."
             )
         if not callable(getattr(cls, "conflict", None)):
             raise ValueError(
-                f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}: give a classmethod that takes another "
-                "class and returns why both can't act in one layer, or None"
+                f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}. It must be a classmethod that takes "
+                "another class and returns why the two can't be combined in one layer, or None."
             )
         methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
         for name in methods if not cls.mechanisms() else ():
             if hint := did_you_mean(name, MECHANISMS):
-                raise ValueError(f"{cls.__qualname__}.{name} is called by nothing{hint}")
+                raise ValueError(f"{cls.__qualname__}.{name} is never called{hint}.")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)
         checked_value(f"{cls.__qualname__}.paper", cls.paper, tuple[str, ...])
-        # Running a notebook cell again replaces its class, under all names that it had.
+        # Running a notebook cell again replaces its class under all of its names.
         for name in [name for name, taken in registered.items() if (taken.__module__, taken.__qualname__) == own]:
             del registered[name]
         registered.update(dict.fromkeys((type, *aliases), cls))
@@ -179,19 +179,19 @@ class PositionEncoding(nn.Module):
         super().__init__()
         if self.causal_only and not geometry.is_causal:
             raise ValueError(
-                f"{self.type!r} is defined for attention to earlier tokens alone, and here tokens see later ones, too: take it "
-                "for a decoder's own attention, or another encoding"
+                f"{self.type!r} requires causal attention, but this attention is bidirectional. Use it for a decoder's "
+                "self-attention, or choose another encoding."
             )
         if self.axes not in (1, geometry.axes):
             coordinates = " and ".join(("frame", "row", "column")[-self.axes :])
             raise ValueError(
-                f"{self.type!r} takes {self.axes} coordinates of each token, {coordinates}, and here a token has "
-                f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or take another"
+                f"{self.type!r} requires {self.axes}-D positions ({coordinates}), but this model has {geometry.axes}-D "
+                "positions. Use a vision model with a patch grid, or choose another encoding."
             )
         if geometry.max_length is None and self.needs_max_length(geometry):
             raise ValueError(
-                f"{self.type!r} needs max_length, the longest input in tokens, and the model's own positions have no limit to "
-                "take it from: give max_length"
+                f"{self.type!r} needs max_length, the maximum length in tokens, because the model's original positions have no "
+                "limit. Pass max_length."
             )
         self.geometry = geometry
         self._options = checked = self.checked_options(options)
@@ -199,7 +199,7 @@ class PositionEncoding(nn.Module):
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch.nn.Module keeps these where a method of the same name hides them.
+        # A method of the same name hides the modules and parameters that torch.nn.Module stores.
         if isinstance(value, (nn.Module, nn.Parameter)) and hasattr(PositionEncoding, name):
             raise ValueError(
                 f"{type(self).__qualname__}.{name} can't be a module or a parameter: PositionEncoding has an attribute of this "
@@ -208,8 +208,8 @@ class PositionEncoding(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, verb: str, *args: Any) -> Any:
-        """The result of one of the verbs."""
-        # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.
+        """Calls a mechanism by name and returns its result."""
+        # Accelerate loads offloaded weights when a module is called. Some submodules, such as a ParameterList, are only read.
         within: list[Any] = [module for module in self.modules() if module is not self]
         read = [(module, accelerate_hook(module)) for module in within if accelerate_hook(module) is not None]
         for module, hook in read:
@@ -221,39 +221,41 @@ class PositionEncoding(nn.Module):
                 hook.post_forward(module, None)
 
     def rebuilt(self) -> "PositionEncoding | None":
-        """Another module as the class makes it, or None for one whose parts are made by themselves."""
+        """A new module with the same options. None for a composition, because its parts are built separately."""
         return type(self)(self.geometry, **(self._options or {}))
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        """Vectors to add to token embeddings: `[..., L]` integers (of two `axes`, `[..., L, 2]`) -> `[..., L, D]`."""
+        """Vectors to add to token embeddings: `[..., L]` integers (with two `axes`, `[..., L, 2]`) -> `[..., L, D]`."""
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         """Queries and *new* keys, `[B, H, L, E]`, rotated by their positions before keys enter the cache.
 
-        Either may be None: a host that caches its keys before it computes its queries passes them in separate calls.
+        Either may be None, because a model that caches its keys before it computes its queries passes them in separate calls.
         """
         return query, key
 
     def distance_bias(self, distance: Tensor) -> Tensor | None:
-        """Bias on scaled scores, from 1-D distances (key position - query position): `[N]` -> `[H or 1, N]`."""
+        """Bias on the scaled scores, from 1-D distances (key position - query position): `[N]` -> `[H or 1, N]`."""
         return None
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Bias on scaled scores that depends on content or absolute position: broadcastable to `[B, H, Q, K]`."""
+        """Bias on the scaled scores that depends on content or absolute position, broadcastable to `[B, H, Q, K]`."""
         return None
 
     def value_bias(self, weights: Tensor, context: PositionContext) -> Tensor | None:
-        """What is added to the output of an attention, from its weights `[B, H, Q, K]` (behind softmax and dropout), of all
-        tokens that have positions: `[B, H, Q, E]`, E the size of the values.
+        """Term added to the attention output, `[B, H, Q, E]` with E the head dimension of the values.
 
-        An attention computes all of its weights for it, as "eager" does, under each implementation.
+        It is computed from the weights `[B, H, Q, K]`, after softmax and dropout, of all tokens that have positions. Every
+        attention implementation then computes all weights, as "eager" does.
         """
         return None
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Where `score_bias` is all products of queries, and of keys, with a vector for each distance, times the scaling: these
-        vectors, `[N]` -> `[1 or H, N, E]` each. Equal ones come from one of `rows`. Attention then needs no `[H, Q, K]` tensor.
+        """The vectors for queries and for keys, `[N]` -> `[1 or H, N, E]` each, if `score_bias` consists of products with them.
+
+        `score_bias` must equal the scaled products of queries, and of keys, with one vector per distance. Distances with the
+        same index in `rows` have equal vectors. Attention then needs no `[H, Q, K]` tensor.
         """
         return None, None
 
@@ -261,133 +263,138 @@ class PositionEncoding(nn.Module):
         """Initialize all parameters and buffers of this module."""
 
     def init_from_original_table(self, table: Tensor | None) -> None:
-        """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
+        """Copy the model's original position embeddings, `[rows, D]`, if it has any. Called after `reset_parameters`."""
 
     @classmethod
     def extended(cls, options: dict[str, Any], asked: "Extension", geometry: Geometry) -> dict[str, Any] | None:
-        """Checked options by which this encoding serves longer inputs in the way that was asked for; None where it can't."""
+        """Checked options that extend this encoding to longer inputs, or None if it doesn't support the method."""
         return None
 
     def load_from_shorter(self, shorter: Any, asked: "Extension") -> None:
-        """Take the values of tensors that have other sizes here from a module that was made for shorter inputs."""
+        """Set the tensors whose sizes have changed from a module that was built for shorter inputs."""
 
     def restore(self, find: Callable[[str], "StoredTensor | None"]) -> dict[str, Tensor]:
-        """Take from a checkpoint what Transformers can't load as it is; called after it has loaded the others.
+        """Values of tensors that Transformers can't load directly, by name. Called after it has loaded the others.
 
-        find: the tensor that the checkpoint has under a name within this module, in its file, if any. One that was found isn't
-        reported as unexpected. Returns values for tensors of this module, by name.
+        find: returns the checkpoint's tensor with a given name within this module, or None. A tensor that was found isn't
+        reported as unexpected.
         """
         return {}
 
     def stored(self) -> dict[str, "StoredTensor"]:
-        """Tensors of the state_dict, by name, that are mapped from files."""
+        """Memory-mapped tensors of the state_dict, by name."""
         return {}
 
     def check_values(self) -> None:
-        """Raises ValueError where values are missing that this class can't make, when a model is made that needs them."""
+        """Raises ValueError if values are missing that this class can't compute. Called when a model needs them."""
 
     def rows(self, distance: Tensor) -> Tensor | None:
-        """The row of parameters that serves each signed distance, `[N] -> [N]` integers; None where no row is of a distance."""
+        """Parameter index for each signed distance, `[N] -> [N]` integers. None if no parameters belong to distances."""
         return None
 
     def add_to_bias_rows(self, amounts: Tensor) -> bool:
-        """Add amounts `[H, rows]` to the biases of all distances that a row serves, where each head has one free number for
-        each row: calibration then needs no gradients. Returns whether that is so."""
+        """Add amounts `[H, rows]` to the biases of the distances of each of `rows`.
+
+        Returns False, and changes nothing, unless each head has one free parameter per index. Calibration then needs no
+        gradients."""
         return False
 
     def angular_frequencies(self, length: int) -> Tensor | None:
-        """Radians per position of the sines that this encoding is made of, `[R]`, float64, in a text of `length` tokens; None
-        for one that isn't. Diagnostics show them."""
+        """Radians per position of this encoding's sinusoids, `[R]`, float64, in a text of `length` tokens. None if it has none.
+
+        Diagnostics show them."""
         return None
 
     def is_trained(self) -> bool:
-        """Whether its parameters get gradients from what is computed now."""
+        """Whether gradients of the current computation reach the parameters."""
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
-        """The module that the stack owns and all its attentions share; a no-op where each attention has its own."""
+        """The module that all attentions of an encoder or decoder share. It is a no-op if each attention has its own module."""
         return PositionEncoding(geometry) if cls.per_layer_parts(options) else cls(geometry, **options)
 
     @classmethod
     def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> "PositionEncoding | None":
-        """The module that an attention owns in which these parts act, if any."""
+        """The module that belongs to one attention with these parts, if any."""
         return cls(geometry, **options) if cls.per_layer_parts(options) & {*parts} else None
 
     @classmethod
     def per_layer_parts(cls, options: dict[str, Any]) -> set[str]:
-        """The parts of which each attention has one of its own."""
+        """The parts that each attention has separately."""
         return {cls.type} if options.get("per_layer", cls.per_layer) else set()
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
-        """True if positions from max_length on are undefined (beyond a table, say)."""
+        """Whether positions from max_length on are undefined, for example in a table."""
         return False
 
     @classmethod
     def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
-        """Checked options, with those written out that default to the trained length, which a config may lose (`extend`)."""
+        """Checked options with explicit values for those that default to the trained length, which `extend` may change."""
         return options
 
     @classmethod
     def file_options(cls) -> set[str]:
-        """The options that name files of this machine."""
+        """The options that name local files."""
         return {name for name, kind in cls.option_types().items() if names_files(kind)}
 
     @classmethod
     def mechanisms(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias, value_bias; given checked
-        options, those by which it acts under them."""
+        """The mechanisms that this class overrides: embed, rotate, distance_bias, score_bias, value_bias.
+
+        options: checked options. If given, only the mechanisms that are active with them are returned."""
         return tuple(verb for verb in MECHANISMS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
 
     def needs_attention_weights(self) -> bool:
-        """Whether it acts by `value_bias`, for which attention has to compute its weights."""
+        """Whether it uses `value_bias`, which requires the attention weights."""
         return "value_bias" in self.mechanisms(self._options)
 
     @classmethod
     def is_relative(cls) -> bool:
-        """Whether only the distances of tokens count."""
+        """Whether the encoding depends only on distances between tokens."""
         return cls.mechanisms() == ("distance_bias",) if cls.translation_invariant is None else cls.translation_invariant
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
-        """Why this encoding and another can't act in one layer, or None; asked of both."""
+        """Why this encoding can't be combined with another in one layer, or None. Called for both."""
         return None
 
     @classmethod
     def rotation_depends_on_length(cls, options: dict[str, Any]) -> bool:
-        """Whether the rotation of a key changes as its text grows: a cache then stores keys as they are, and all of them are
-        rotated at every step."""
+        """Whether the rotation of a key depends on the length of its text.
+
+        If so, a cache stores unrotated keys, and all of them are rotated at every step."""
         return False
 
     @classmethod
     def has_distance_vectors(cls) -> bool:
-        """Whether `distance_vectors` tells all that `score_bias` does: no subclass has changed the latter alone."""
+        """Whether `distance_vectors` describes `score_bias`, that is, no subclass overrides only the latter."""
         last = next(base for base in cls.__mro__ if {"distance_vectors", "score_bias"} & {*vars(base)})
         return last is not PositionEncoding and "distance_vectors" in vars(last)
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any]:
-        """The options that an alias sets; empty for other names."""
+        """The options that an alias sets. Empty for other names."""
         return cls.aliases.get(name, {})
 
     @classmethod
     def component_classes(cls) -> dict[str, Any]:
-        """Name -> class: this class, or the parts of a composition."""
+        """This class, or the classes of a composition's parts, by name."""
         return {cls.type: cls}
 
     def named_parts(self) -> dict[str, "PositionEncoding"]:
-        """Name -> module: this module, or the parts that a composition owns; none for the no-op of `for_stack`."""
+        """This module, or the parts of a composition, by name. Empty for the no-op of `for_stack`."""
         return {self.type: self} if self.type else {}
 
     @classmethod
     def by_part(cls, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Options, unchecked, by the name of the part that they belong to. Raises ValueError for an unknown part."""
+        """Unchecked options by part. Raises ValueError for an unknown part."""
         return {cls.type: dict(options)}
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:
-        """Option name -> annotation, base classes first; of encodings that bias `per_layer`, too."""
+        """The annotation of each option, base classes first. Encodings with a bias also have `per_layer`."""
         if "_option_types" not in vars(cls):
             cls._option_types = cls._read_option_types()
         return dict(cls._option_types)
@@ -404,19 +411,19 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """All options with their defaults; a class may leave out those that change nothing so.
+        """All options with their defaults. A class may omit options that have no effect.
 
-        Raises ValueError for an unknown name, a wrong type or range."""
+        Raises ValueError for an unknown name, a wrong type, or a value out of range."""
         allowed = cls.option_types()
         if unknown := sorted(set(options) - set(allowed)):
             names = ", ".join(f"{short_repr(name)}{did_you_mean(name, (*allowed, *BESIDE))}" for name in unknown[:4])
-            raise ValueError(f"{cls.type!r} has no option {names}; it takes {quoted(allowed) or 'no options'}")
+            raise ValueError(f"{cls.type!r} has no option {names}. Its options: {quoted(allowed) or 'none'}.")
         missing = [name for name in allowed if name not in options and not hasattr(cls, name)]
         if missing:
-            raise ValueError(f"{cls.type!r} needs the option {quoted(missing)}")
+            raise ValueError(f"{cls.type!r} requires the option {quoted(missing)}.")
         values = {name: options.get(name, getattr(cls, name, None)) for name in allowed}
         if "embed" in cls.mechanisms() and cls.per_layer_parts(options):
-            raise ValueError(f"{cls.type!r} embeds, which the stack does once for all layers: per_layer has to be False")
+            raise ValueError(f"{cls.type!r} adds vectors once for all layers, so per_layer must be False.")
         return {name: checked_value(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
 
     def extra_repr(self) -> str:

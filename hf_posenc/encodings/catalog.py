@@ -1,4 +1,4 @@
-"""What the tables of encodings say: made from the classes alone, for `hf-posenc list` and docs/reference/encodings.md."""
+"""The contents of the tables of encodings in `hf-posenc list` and docs/reference/encodings.md."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from hf_posenc.encodings.options import described
 from hf_posenc.encodings.registry import encoding_class, list_encodings
 
 BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
-"""The sizes for which parameters are counted."""
+"""The sizes with which parameters are counted."""
 ARXIV = "https://arxiv.org/abs/"
 RULES = frozenset(option for options in ALL.values() for option in options)
 """Options that belong to a value of `rope_type`."""
@@ -23,15 +23,14 @@ RULES = frozenset(option for options in ALL.values() for option in options)
 
 @dataclass(frozen=True)
 class Entry:
-    """One encoding.
+    """Facts about one encoding.
 
-    options: name -> its default, if it has one, and what is allowed.
-    learned: whether it has trained parameters: "yes", "no", or the options by which it gets some, as `slopes='learned'`.
-    relative: whether only the distances of tokens count.
-    any_length: whether it is defined at all positions: "yes", "no" (`max_length` of them) or "in encoders".
-    stacks: "all", "decoders" for what is defined for attention to earlier tokens alone, "images" for what takes their patches'
-        rows and columns.
-    parameters: their number at BERT-base's size (512 positions) by default; per_layer: in each layer.
+    options: default, if any, and allowed values of each option.
+    learned: whether it has trained parameters: "yes", "no", or the options that add some, such as `slopes='learned'`.
+    relative: whether it depends only on distances between tokens.
+    any_length: whether it is defined at all positions: "yes", "no" (up to `max_length`), or "in encoders".
+    stacks: "all", "decoders" if it requires causal attention, or "images" if it requires rows and columns of patches.
+    parameters: number of parameters with default options and BERT-base's sizes (512 positions). per_layer: in each layer.
     """
 
     title: str
@@ -47,7 +46,7 @@ class Entry:
     papers: tuple[str, ...]
 
     def facts(self) -> dict[str, str]:
-        """What a table says in words, by the heading of the column."""
+        """The cells of a table, by column heading."""
         count = f"{self.parameters:,}"
         return {
             "mechanism": ", ".join(self.mechanisms) or "–",
@@ -87,7 +86,7 @@ def entries() -> dict[str, Entry]:
 
 
 def conflicts(names: Collection[str]) -> dict[tuple[str, str], str]:
-    """The pairs of these encodings that can't act in one layer, with the reason."""
+    """The pairs of these encodings that can't be combined in one layer, with the reason."""
     found = {}
     for one, other in itertools.combinations(names, 2):
         kinds = encoding_class(one), encoding_class(other)
@@ -97,7 +96,7 @@ def conflicts(names: Collection[str]) -> dict[tuple[str, str], str]:
 
 
 def as_markdown() -> str:
-    """The tables of docs/reference/encodings.md, of the encodings that come with this package."""
+    """The tables of docs/reference/encodings.md, with the encodings of this package."""
     own = {name: entry(kind) for name, kind in list_encodings().items() if kind.__module__.startswith("hf_posenc.")}
     headings = ["name", *next(iter(own.values())).facts(), "options", "paper"]
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
@@ -126,7 +125,7 @@ def _written(option: str, said: dict[str, Any]) -> str:
 
 
 def _ways_to_learn(kind: type[PositionEncoding], geometry: Geometry) -> list[str]:
-    """The options, one by one, by which an encoding without parameters gets some."""
+    """The single options that add parameters to an encoding without any."""
     return [
         f"{option}={value!r}"
         for option, annotation in kind.option_types().items()
@@ -140,7 +139,7 @@ def _fitting(kind: type[PositionEncoding]) -> Geometry:
 
 
 def named_values(annotation: Any) -> list[Any]:
-    """The values that an annotation names one by one."""
+    """The values that an annotation lists."""
     if get_origin(annotation) is Annotated:
         return named_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -151,7 +150,7 @@ def named_values(annotation: Any) -> list[Any]:
 
 
 def _parameters(kind: type[PositionEncoding], geometry: Geometry, options: dict[str, Any]) -> int | None:
-    """How many an encoding with these options trains; None where they need others beside them."""
+    """Number of trained parameters with these options. None if they need further options."""
 
     def built() -> list[PositionEncoding | None]:
         return [kind(geometry, **kind.checked_options(options))]
@@ -160,7 +159,7 @@ def _parameters(kind: type[PositionEncoding], geometry: Geometry, options: dict[
         try:
             with torch.device("meta"):
                 (made,) = built()
-        except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+        except (RuntimeError, NotImplementedError):  # the class reads values of tensors
             (made,) = with_values(built)
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""Several encodings in one model, as in "sinusoidal+alibi"."""
+"""Several encodings in one model, such as "sinusoidal+alibi"."""
 
 import itertools
 import weakref
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Composition(PositionEncoding):
-    """Vectors and biases of all parts are summed; rotations are applied in the order of the name.
+    """The sum of the vectors and biases of all parts. Rotations are applied in the order of the name.
 
-    A part is a child module under its canonical name, so its weights are `posenc.<part>.*`. Its options are the dict under
-    that name, or keywords `<part>__<option>`.
+    Each part is a child module under its canonical name, so its weights are `posenc.<part>.*`. Its options are the dict under
+    that name, or the keywords `<part>__<option>`.
     """
 
     parts: ClassVar[dict[str, type[PositionEncoding]]] = {}
@@ -124,20 +124,20 @@ class Composition(PositionEncoding):
             if part is None:
                 names = (name for part, kind in cls.parts.items() for name in (part, *kind.aliases))
                 raise ValueError(
-                    f"{cls.type!r} has no part {short_repr(called)}{did_you_mean(called, names)}; options are named by part: "
-                    f"{' or '.join(f'{name}__option=…' for name in cls.parts)}"
+                    f"{cls.type!r} has no part {short_repr(called)}{did_you_mean(called, names)}. Name options by part: "
+                    f"{' or '.join(f'{name}__option=…' for name in cls.parts)}."
                 )
             if option:
                 given[part][option] = value
             elif isinstance(value, dict):
                 given[part] = {**value, **given[part]}
             else:
-                raise ValueError(f"{cls.type}[{called!r}]={short_repr(value)}: allowed is a dict of that part's options")
+                raise ValueError(f"{cls.type}[{called!r}]={short_repr(value)} isn't valid. It must be a dict of options.")
         return given
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Part -> its checked options."""
+        """The checked options of each part, by name."""
         return {name: cls.parts[name].checked_options(given) for name, given in cls.by_part(options).items()}
 
     def extra_repr(self) -> str:
@@ -145,17 +145,17 @@ class Composition(PositionEncoding):
 
 
 _CLASSES: weakref.WeakValueDictionary[str, type[PositionEncoding]] = weakref.WeakValueDictionary()
-"""By canonical name. Weak, so that classes of rejected configs are collected."""
+"""Classes by canonical name. References are weak, so that classes of rejected configs are garbage-collected."""
 
 
 def composed(classes: list[type[PositionEncoding]], module: str) -> type[PositionEncoding]:
-    """The class of the composition of these encodings, in this order. A second "rope" is the part "rope_2".
+    """The class that composes these encodings, in this order. A second "rope" is the part "rope_2".
 
-    It is pickled by its name "a+b", which the `__getattr__` of the given module resolves.
+    The class is pickled by its name "a+b", which the `__getattr__` of the given module resolves.
     """
     whole = "+".join(cls.type for cls in classes)
     known: Any = _CLASSES.get(whole)
-    # Running a notebook cell again replaces its class, and so the compositions of it.
+    # Running a notebook cell again replaces its class, and therefore its compositions.
     if known is None or list(known.parts.values()) != classes:
         parts: dict[str, type[PositionEncoding]] = {}
         for cls in classes:

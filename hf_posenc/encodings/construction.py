@@ -1,5 +1,6 @@
-"""Builds encodings: within limits of memory, with the values that their classes give them, and without drawing from torch's
-generator, so that a model made from scratch has the same weights with every encoding."""
+"""Builds encodings within memory limits, with initialized values.
+
+It doesn't draw from torch's generator, so that a model created from scratch has the same other weights with every encoding."""
 
 import contextlib
 import hashlib
@@ -20,19 +21,19 @@ from hf_posenc.encodings.registry import encoding_class, options_of
 Encodings = list[PositionEncoding | None]
 _GLOBALS = threading.RLock()
 _HERE = threading.local()
-"""Whether models that this thread makes get no values."""
+"""Whether models created in this thread get values."""
 EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
 @contextlib.contextmanager
 def global_rng_lock() -> Iterator[None]:
-    """One thread at a time: for changes of torch's generator, default type or functions, which all threads share."""
+    """Lets one thread at a time change torch's generator, default dtype, or functions, which all threads share."""
     with _GLOBALS:
         yield
 
 
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
-    """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
+    """One module with all parameters of a canonical dict. Raises ValueError above MAX_VALUES."""
     kind = encoding["type"]
     (module,) = build_within_limits(kind, lambda: [encoding_class(kind)(geometry, **options_of(encoding))])
     assert module is not None
@@ -42,17 +43,17 @@ def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
 def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     """The modules returned by `make`, on the device and in the dtype of the surrounding context.
 
-    `make` runs on the meta device first, where tensors take no memory, to measure them. Then it runs on the CPU, whatever the
-    context: when Transformers loads a model all else is on the meta device, but what `__init__` computes needs values. In a
-    meta context, encodings of this library that compute nothing but saved tensors are not built a second time.
+    `make` first runs on the meta device, where tensors take no memory, to measure them. Then it runs on the CPU in any context:
+    when Transformers loads a model, everything else is on the meta device, but the computations of `__init__` need values. In
+    a meta context, encodings of this library that compute only saved tensors aren't built a second time.
 
-    Raises ValueError if they have more than MAX_VALUES elements together, hold uninitialised memory, or anything that would
-    be another one in the model when it is loaded.
+    Raises ValueError if they have more than MAX_VALUES elements together, hold uninitialized memory, or have unsaved values
+    that differ between two builds.
     """
     try:
         with torch.device("meta"):
             trial = make()
-    except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+    except (RuntimeError, NotImplementedError):  # the class reads values of tensors
         trial = []
     for module in trial:
         _check_tensors(module)
@@ -67,8 +68,8 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
 
         if differing(built, trial) and (name := differing(built, with_values(make, draw=1))):
             raise ValueError(
-                f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a "
-                "parameter or a persistent buffer, or draw it from a generator with a seed of its own"
+                f"{name} of the {kind!r} encoding isn't saved and differs each time it is built. Make it a parameter or a "
+                "persistent buffer, or draw it from a generator with a fixed seed."
             )
     for module in built:
         if module is not None and (device.type != "cpu" or dtype != torch.float32):
@@ -80,13 +81,13 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
 
 
 def _is_of_library(encoding: nn.Module | None) -> bool:
-    """Whether an encoding is one of this library's: of the code saved with a checkpoint, any one."""
+    """Whether an encoding belongs to this library. In the code saved with a checkpoint, all encodings do."""
     parts = (part for part in encoding.modules() if isinstance(part, PositionEncoding)) if encoding is not None else ()
     return all(type(part).__module__.rpartition(".")[0] == __name__.rpartition(".")[0] for part in parts)
 
 
 def _holds_all(encoding: nn.Module | None) -> bool:
-    """Whether all tensors of an encoding are saved with it, so that loading gives values to each."""
+    """Whether all tensors of an encoding are saved with it, so that loading sets each value."""
     modules = encoding.modules() if encoding is not None else ()
     return not any(
         non_persistent_buffers(module) or any(isinstance(value, Tensor) for value in vars(module).values())
@@ -95,12 +96,12 @@ def _holds_all(encoding: nn.Module | None) -> bool:
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Like `Module.to`, which would make complex numbers real."""
+    """Moves a module like `Module.to`, but keeps complex numbers."""
     return module._apply(lambda each: each.to(device, dtype if each.is_floating_point() else each.dtype))
 
 
 def mark(thing: Tensor | nn.Module) -> None:
-    """Mark a tensor, or a module with all it has, as loaded: Transformers' initialisation leaves it alone."""
+    """Mark a tensor or a whole module as loaded, so that Transformers doesn't initialize it."""
     setattr(thing, INITIALIZED, True)
 
 
@@ -109,11 +110,11 @@ def is_marked(thing: Tensor | nn.Module) -> bool:
 
 
 def initialize_missing(encodings: Iterable[PositionEncoding]) -> None:
-    """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
+    """Initialize newly allocated tensors as their classes do. Tensors marked as loaded don't change."""
     encodings = list(encodings)
     for encoding in encodings if getattr(_HERE, "values", True) else ():
         encoding.check_values()
-    # An encoding within another is filled first, since the other may have changed it.
+    # Nested encodings are initialized first, because the outer encoding may change them.
     waiting = [e for e in reversed(encodings) if not all(map(is_marked, _tensors(e).values()))]
     with torch.no_grad():
         for encoding, fresh in zip(waiting, with_values(lambda: [each.rebuilt() for each in waiting]), strict=True):
@@ -126,7 +127,7 @@ def initialize_missing(encodings: Iterable[PositionEncoding]) -> None:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Models made meanwhile are only looked at, so that values which can't be made may be missing."""
+    """Lets models created in this context lack values that can't be computed, because they are only inspected."""
     before, _HERE.values = getattr(_HERE, "values", True), False
     try:
         yield
@@ -136,7 +137,7 @@ def without_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Marks tensors for a while, so that Transformers' initialisation leaves them alone."""
+    """Marks tensors as loaded within the context, so that Transformers doesn't initialize them."""
     marked = [tensor for tensor in tensors if not is_marked(tensor)]
     for tensor in marked:
         mark(tensor)
@@ -148,7 +149,7 @@ def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 class _FillEmptyWithNaN(TorchFunctionMode):
-    """Fills uninitialised memory with NaN."""
+    """Fills uninitialized memory with NaN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -157,9 +158,9 @@ class _FillEmptyWithNaN(TorchFunctionMode):
 
 @global_rng_lock()
 def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
-    """What `make` returns, with values, on the CPU and in float32.
+    """The modules returned by `make`, with values, on the CPU and in float32.
 
-    draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.
+    draw: another number gives other random values. They depend on the state of torch's generator, which doesn't change.
     """
     seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
     dtype = torch.get_default_dtype()
@@ -167,7 +168,7 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
         torch.set_default_dtype(torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _FillEmptyWithNaN():
-            torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed seeds GPUs, too
+            torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed also seeds GPUs
             built = make()
             for module in built:
                 _check_tensors(module)
@@ -177,7 +178,7 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
                             encoding.reset_parameters()
                 if name := _empty(module):
                     raise ValueError(
-                        f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
+                        f"{type(module).__name__}.{name} has uninitialized memory. Set it in __init__ or reset_parameters."
                     )
     finally:
         if dtype != torch.float32:
@@ -192,18 +193,18 @@ def _resets(cls: type) -> bool:
 
 
 def _check_tensors(module: nn.Module | None) -> None:
-    """Raises ValueError for tensors that a checkpoint can't hold as they are."""
+    """Raises ValueError for tensors that a checkpoint can't store."""
     if module is None:
         return
     names: dict[int, str] = {}
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         place = f"{type(module).__name__}.{name}"
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(f"{place} has no shape before it is called: give its sizes in __init__ (self.geometry has them)")
+            raise ValueError(f"{place} has no shape before the first call. Set its shape in __init__, from self.geometry.")
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ValueError(f"{place} is a sparse or quantised tensor: make it a dense one")
+            raise ValueError(f"{place} is a sparse or quantized tensor. Make it a dense tensor.")
         if names.setdefault(id(tensor), name) != name:
-            raise ValueError(f"{place} and {names[id(tensor)]} are one tensor: register it once, and use it from there")
+            raise ValueError(f"{place} and {names[id(tensor)]} are the same tensor. Register it only once.")
 
 
 def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
@@ -212,7 +213,7 @@ def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _empty(module: nn.Module | None) -> str | None:
-    """The name of a tensor that holds uninitialised memory."""
+    """The name of a tensor with uninitialized memory, or None."""
     valued = {name: tensor for name, tensor in _tensors(module).items() if tensor.is_floating_point() and not tensor.is_meta}
     return next((name for name, tensor in valued.items() if tensor.isnan().any()), None)
 
@@ -220,4 +221,4 @@ def _empty(module: nn.Module | None) -> str | None:
 def _check_size(kind: str, modules: Encodings) -> None:
     tensors = [tensor for module in modules for tensor in _tensors(module).values()]
     largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
-    check_size(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(map(Tensor.numel, tensors)))
+    check_size(f"The {kind!r} encoding, with tables of up to {tuple(largest)},", sum(map(Tensor.numel, tensors)))

@@ -19,18 +19,18 @@ from hf_posenc._compat import checkpointing
 
 @dataclass(frozen=True)
 class PatchLayout:
-    """How the tokens lie that a stack makes itself, of an image, a video or audio. Hooks record it during the forward pass.
+    """The layout of tokens that a model computes from an image, a video, or audio. Hooks record it during the forward pass.
 
     extra_tokens: number of leading and trailing tokens without a position (class and register tokens). They are excluded from
-        the context's positions, and get neither rotation nor bias.
-    grid: the patches of an image by row and column, of a video by frame, row and column. Their positions are 0, 1, …, row by
-        row. Empty where the tokens are of something else, or the grid is unknown.
-    cells: `[1 or B, L, axes]`, the row and column of each token where its position in the grid doesn't give them.
-    images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
+        the context's positions, and have neither rotation nor bias.
+    grid: number of patches by row and column of an image, or by frame, row, and column of a video. Positions are 0, 1, …, row
+        by row. Empty if there are no patches or the grid is unknown.
+    cells: `[1 or B, L, axes]`, the row and column of each token if its position in the grid doesn't determine them.
+    images: number of tokens of each of several images that are packed in one row. Each image has separate positions.
     kept_patches: `[B, K]`, the positions of the patches that remain after random masking.
-    num_images: number of images, or video frames, that were cut into patches in this forward pass.
-    frame_mask: `[B, L]`, which frames of a batch of audio aren't padding, where the model computes that mask itself.
-    windows: whether attentions may see a part of the tokens, such as a window, which then has positions of its own.
+    num_images: number of images or video frames that were split into patches in this forward pass.
+    frame_mask: `[B, L]`, which audio frames aren't padding, if the model computes that mask itself.
+    windows: whether an attention may see only part of the tokens, such as a window, which then has separate positions.
     """
 
     extra_tokens: tuple[int, int] = (0, 0)
@@ -43,7 +43,7 @@ class PatchLayout:
     windows: bool = False
 
     def cells_of_one(self, length: int) -> Tensor | None:
-        """The cells of an image of `length` tokens among those packed in one row; None if several could be meant."""
+        """The cells of the image with `length` tokens among those packed in one row. None if this is ambiguous."""
         if self.cells is None or self.cells.shape[1] != sum(self.images):
             return None
         first, *others = (each for each in self.cells.split(self.images, dim=1) if each.shape[1] == length)
@@ -52,7 +52,7 @@ class PatchLayout:
 
 @dataclass(frozen=True)
 class CrossContext:
-    """The encoding of a decoder's cross-attention, and which of the encoder's states `[B, K]` are visible; None for all."""
+    """The encoding of a decoder's cross-attention, and a mask `[B, K]` of the visible encoder states (None: all)."""
 
     encoding: Any
     mask: Tensor | None = None
@@ -60,23 +60,23 @@ class CrossContext:
 
 @dataclass
 class PositionContext:
-    """The positions of one forward pass. The stack makes it for all of its attentions.
+    """The positions of one forward pass, shared by all attentions of an encoder or decoder.
 
-    encoding: the stack's `PositionEncoding`.
-    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache). Empty in a stack
-        that makes its tokens itself, of an image or audio, until `with_length` fills it.
-    past: number of keys cached before them. An int, or a 0-dim tensor for static caches.
-    start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys rise by one.
-    keys: `[1 or B, K]`, the positions of all keys where they don't rise by one. Else None: distances follow from indices.
+    encoding: the `PositionEncoding` of the encoder or decoder.
+    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache). Empty in models
+        that compute their tokens from an image or audio, until `with_length` sets them.
+    past: number of cached keys. An int, or a 0-dim tensor for static caches.
+    start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys increase by one.
+    keys: `[1 or B, K]`, the positions of all keys if they don't increase by one. Otherwise None: indices give the distances.
     computed: results of `cached`.
-    first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all. It is above 0 after a
-        sliding window has dropped keys.
+    first_keys: by layer, the index of the first key that the cache still holds. It is above 0 after a sliding window has
+        dropped keys. Empty if the cache holds all keys.
     scaling: the factor on QKᵀ in the current attention, one for all heads or `[H, 1, 1]`.
     first_key: the entry of `first_keys` for the current attention.
-    length_positions: `[1 or B, L]`, the positions that determine `lengths` where `positions` don't: those of the new tokens in
-        a context of all keys (`for_keys`), those of the other stack's states in cross-attention. Else None.
-    patches: of a stack that makes its tokens itself.
-    cross: of a decoder with an encoding in its cross-attentions.
+    length_positions: `[1 or B, L]`, the positions that determine `lengths` if `positions` don't: those of the new tokens in
+        a context of all keys (`for_keys`), and those of the encoder's states in cross-attention. Otherwise None.
+    patches: the layout of tokens that the model computes from an image, a video, or audio.
+    cross: the encoding of a decoder's cross-attentions.
     """
 
     encoding: Any
@@ -102,7 +102,7 @@ class PositionContext:
         return self.patches is not None and any(self.patches.extra_tokens)
 
     def record(self, **changes: Any) -> None:
-        """Change the layout of patches, for hooks that learn of it during the forward pass."""
+        """Change the layout of patches. Hooks call it during the forward pass."""
         self.patches = replace(self.patches or PatchLayout(), **changes)
 
     @property
@@ -111,7 +111,7 @@ class PositionContext:
         return self.cross is not None and self.encoding is self.cross.encoding
 
     def for_cross_attention(self, keys: int) -> "PositionContext":
-        """The context of these queries for another stack's states, `keys` of them. Their distance is position - position."""
+        """The context of these queries and `keys` states of the encoder. Distances are key position - query position."""
         cross = self.cross
         assert cross is not None, "a stack without an encoding in its cross-attentions"
 
@@ -124,9 +124,9 @@ class PositionContext:
         return self.cached(("across", keys), make)
 
     def with_length(self, length: int, device: torch.device) -> "PositionContext":
-        """This context, or, if the number of new tokens was unknown, that of an input of `length` tokens.
+        """This context, or the context of an input of `length` tokens if the number of new tokens was unknown.
 
-        Raises ValueError if the grid and the extra tokens have another number together, unless the tokens are of a window.
+        Raises ValueError if `length` isn't the number of patches and extra tokens, unless the tokens are those of a window.
         """
         if self.positions.numel():
             return self
@@ -142,8 +142,8 @@ class PositionContext:
             whole = rest == 0 and layout.num_images % frames == 0
         if not whole and not layout.windows and length not in layout.images:
             raise ValueError(
-                f"{length} tokens reach an attention or layer instead of {patches} patches and {extra} others: which patches "
-                "were left out isn't known, nor the positions of those left; give the model all of them"
+                f"An attention or layer received {length} tokens instead of {patches} patches and {extra} other tokens, so the "
+                "positions of the patches are unknown. Pass all patches to the model."
             )
 
         def make() -> "PositionContext":
@@ -170,15 +170,15 @@ class PositionContext:
         longest += self.past if isinstance(self.past, int) else 0
         if limit is not None and longest > limit:
             raise ValueError(
-                f"an input of {longest} positions is longer than max_length={limit} of this model's encoding: give a smaller "
-                "one, or raise the promise: hf_posenc.extend(model, max_length=…)"
+                f"The input has {longest} positions, which exceeds max_length={limit} of this model's encoding. Pass a smaller "
+                "input, or call hf_posenc.extend(model, max_length=…)."
             )
         return context
 
     def coordinates(self, axes: int) -> Tensor:
-        """The positions for an encoding of so many `axes`: `[1 or B, L]` of one, `[1 or B, L, axes]` of more.
+        """The positions for an encoding with this number of `axes`: `[1 or B, L]` for one, `[1 or B, L, axes]` for more.
 
-        Raises ValueError if the cell of each token in the grid isn't known.
+        Raises ValueError if the grid cells of the tokens are unknown.
         """
         if axes == 1:
             return self.positions
@@ -188,43 +188,43 @@ class PositionContext:
             return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, layout.grid), dim=-1))
         if cells is None or cells.shape[1:] != (length, axes):
             raise ValueError(
-                f"an encoding takes {axes} coordinates of each of {length} tokens, and the grid in which these lie isn't known "
-                "here, as of windows, of frames, of several images in one row: take an encoding of one coordinate, as "
-                "'sinusoidal' or 'rope'"
+                f"This encoding needs {axes} coordinates for each of {length} tokens, but their patch grid is unknown here. "
+                "Windows, frames, and several images in one row have no known grid. Use an encoding with one coordinate, such "
+                "as 'sinusoidal' or 'rope'."
             )
         return cells
 
     def strip_extra(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
-        """States without the extra tokens along a dimension."""
+        """States without the extra tokens in one dimension."""
         if states is None or not self.has_extra_tokens:
             return states
         before, after = self.extra_tokens
         return states.narrow(dim, before, states.shape[dim] - before - after)
 
     def restore_extra(self, changed: Tensor | None, states: Tensor | None) -> Tensor | None:
-        """States `[B, H, L, E]` with `changed` in place of those that have positions; extra tokens have the same width."""
+        """States `[B, H, L, E]` in which `changed` replaces the tokens with positions. Extra tokens have the same width."""
         if changed is None or states is None or not self.has_extra_tokens:
             return changed
         before, after = self.extra_tokens
         return torch.cat([states[:, :, :before], changed, states[:, :, states.shape[2] - after :]], dim=2)
 
     def pad_extra(self, values: Tensor, dims: int) -> Tensor:
-        """Values of positions with zeros for the extra tokens, along the last dimensions `[..., L]` or `[..., Q, K]`."""
+        """Values padded with zeros for the extra tokens in the last dimensions, `[..., L]` or `[..., Q, K]`."""
         return F.pad(values, self.extra_tokens * dims) if self.has_extra_tokens else values
 
     def at_zero(self, length: int) -> "PositionContext":
-        """The context of `length` tokens which are all at position 0."""
+        """The context of `length` tokens that are all at position 0."""
         return replace(self, positions=self.positions.new_zeros(1, length), patches=None, computed={})
 
     def for_attention(self, scaling: float | Tensor, layer: int | None = None) -> "PositionContext":
-        """The context of the same forward pass for the attention of one layer; all share `computed`."""
+        """The context of the same forward pass for the attention of one layer. All layers share `computed`."""
         if self.first_keys and (layer is None or layer < 0):  # one attention may serve several layers
-            raise RuntimeError("a cache with sliding windows needs attentions that know their layer (layer_idx)")
+            raise RuntimeError("A cache with sliding windows needs attention modules with a layer index (layer_idx).")
         first_key = self.first_keys[layer] if layer is not None and 0 <= layer < len(self.first_keys) else 0
         return replace(self, scaling=scaling, first_key=first_key)
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, evaluated once per forward pass and `key`. Only for results that need no gradient."""
+        """The result of `compute()`, evaluated once per forward pass and `key`. Only for results without gradients."""
         if key not in self.computed:
             self.computed[key] = compute()
         return self.computed[key]
@@ -238,23 +238,23 @@ class PositionContext:
     def lengths(self) -> Tensor:
         """`[1 or B, 1]`, the number of tokens in each text so far: its last position + 1."""
         positions = self.positions if self.length_positions is None else self.length_positions
-        return F.pad(positions + 1, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+        return F.pad(positions + 1, (1, 0)).amax(dim=-1, keepdim=True)  # the leading 0 is for empty inputs
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the distance of two tokens is that of their indices."""
+        """Whether the distance between two tokens equals the distance between their indices."""
         return self.keys is None
 
     def key_positions(self, length: int) -> Tensor:
-        """`[1 or B, K]`; negative for keys before position 0, which are padding."""
+        """Positions of keys, `[1 or B, K]`. Keys at negative positions are padding."""
         index = torch.arange(length, device=self.positions.device) + self.first_key
         if self.keys is None:
             return index - self.start
-        # Behind the last key of a static cache there is nothing yet.
+        # A static cache is still empty after the last key.
         return self.keys[:, index.clamp(max=self.keys.shape[1] - 1)]
 
     def for_keys(self, length: int) -> "PositionContext":
-        """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
+        """The context in which all keys of an attention, including cached keys, are the new tokens."""
 
         def make() -> "PositionContext":
             new = self.positions if self.length_positions is None else self.length_positions
@@ -263,39 +263,38 @@ class PositionContext:
         return self.cached(("keys", length, self.first_key), make)
 
     def counted_keys(self, queries: int, keys: int, encoding: str) -> tuple[Tensor, Tensor]:
-        """For sums over the keys between two tokens of a text: which index among the keys each query has, `[Q]`, and which keys
-        to count, `[1 or B, K]`.
+        """The index of each query among the keys, `[Q]`, and a mask of the keys that count, `[1 or B, K]`.
 
-        A key counts where its position is above that of the key before it, unlike padding behind a prompt. The first token of
-        a text doesn't: it is behind no other.
+        They are for sums over the keys between two tokens of a text. A key counts if its position is above that of the previous
+        key. Padding after a prompt doesn't count, nor does the first token of a text.
 
-        Raises ValueError for a cache that has dropped keys from between those it holds.
+        Raises ValueError if the cache has dropped keys between those that it holds.
         """
         if isinstance(self.past, int) and keys < (there := self.past + queries - self.first_key):
             raise ValueError(
-                f"{encoding!r} counts all keys between two tokens, and of {there} this cache gives out {keys}: take one that "
-                "keeps them all, such as DynamicCache, or an encoding by distance"
+                f"{encoding!r} counts all keys between two tokens, but this cache holds only {keys} of {there}. Use a cache "
+                "that keeps all keys, such as DynamicCache, or an encoding based on distance."
             )
         index = torch.arange(queries, device=self.positions.device) + (self.past - self.first_key)
         positions = self.key_positions(keys)
-        # Prepended, not padded: a graph traced with a difference of K - 1 elements doesn't take K = 2.
+        # Prepended, not padded: a graph traced with K - 1 differences doesn't support K = 2.
         return index, positions.diff(prepend=positions[:, :1]) > 0
 
     def distances(self, keys: int) -> Tensor:
-        """`[1 or B, Q, K]`: key position - query position."""
+        """Key position - query position, `[1 or B, Q, K]`."""
         return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]
 
 
 class _Current(threading.local):
     def __init__(self) -> None:
-        # Of the instance in each thread: torch.compile guards on which attributes it has.
+        # Set per thread, because torch.compile guards on the attributes of the instance.
         self.context: PositionContext | None = None
         self.outer_call: Any = None
 
 
 CURRENT = _Current()
-"""The forward pass that this thread is in: its context, and the arguments of the composite model around the stack. Not a
-ContextVar, whose `set` torch.compile doesn't trace."""
+"""The current forward pass of this thread: its context, and the arguments of the composite model. It isn't a ContextVar,
+because torch.compile doesn't trace `ContextVar.set`."""
 
 
 @contextlib.contextmanager
@@ -309,12 +308,12 @@ def current(context: PositionContext | None) -> Iterator[None]:
 
 
 def context_for(module: nn.Module, given: PositionContext | None = None) -> PositionContext:
-    """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
+    """The context that a module was called with, or the current one. Raises RuntimeError outside of a forward pass."""
     context = CURRENT.context if given is None else given
     if context is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without positions, outside of its model's forward pass. Call the whole model, "
-            f"not a part of it. To checkpoint its layers, call model.{checkpointing()}() instead of wrapping them"
+            f"not a submodule. To checkpoint its layers, call model.{checkpointing()}() instead of wrapping them."
         )
     return context
 
@@ -322,8 +321,8 @@ def context_for(module: nn.Module, given: PositionContext | None = None) -> Posi
 def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """The positions `[1 or B, L]` of new tokens without explicit ids, and the index `[1 or B, 1]` of position 0.
 
-    Position 0 is the first token that a 2-D attention mask `[B, K]` shows, and the last shown token has the last position,
-    so that padding on either side changes nothing. Without a mask, or with a 4-D one, positions count from the start.
+    Position 0 is the first visible token of a 2-D attention mask `[B, K]`, and the last visible token has the last position.
+    Padding on either side therefore changes nothing. Without a mask, or with a 4-D mask, positions count from the start.
     """
     index = (torch.arange(length, device=device) + past)[None]
     if attention_mask is None or attention_mask.ndim != 2:
@@ -335,10 +334,10 @@ def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None,
 
 
 def length_of(tokens: int, position_ids: Tensor | None, limit: int) -> int:
-    """The number of positions that an input needs: 1 + the largest of its explicit positions, else one for each token.
+    """The number of positions that an input needs: 1 + its largest explicit position, or its number of tokens.
 
-    Explicit positions on a GPU are read only if there are more tokens than `limit`, as in a packed row, since reading waits for
-    the GPU. In a traced graph none are read, and the answer is 0.
+    Explicit positions on a GPU are read only if there are more tokens than `limit`, as in a packed row, because reading waits
+    for the GPU. In a traced graph no positions are read, and the result is 0.
     """
     if position_ids is None or position_ids.is_meta:
         return tokens
@@ -350,20 +349,20 @@ def length_of(tokens: int, position_ids: Tensor | None, limit: int) -> int:
 
 
 def _pooled(shown: Tensor, length: int) -> Tensor | None:
-    """A mask `[B, L]` of as many frames, or of tokens that are each made of several of them (SEW); None for another number."""
+    """The mask `[B, L]` for tokens that each cover one or more frames (SEW). None if the numbers don't match."""
     frames = shown.shape[1] // length if length else 1
     return shown[:, frames - 1 :: frames][:, :length] if frames and shown.shape[1] // frames == length else None
 
 
 def last_of(positions: Tensor) -> Tensor:
-    """The last position of each text, `[..., L]` -> `[..., 1]`; 0 for an empty one."""
+    """The last position of each text, `[..., L]` -> `[..., 1]`. It is 0 for an empty text."""
     return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)
 
 
 def last_of_text(positions: Tensor) -> Tensor:
     """The last position of the text that each token belongs to, `[..., L]` -> `[..., L]`.
 
-    A row holds several texts if its positions start again and never jump otherwise.
+    A row holds several texts if its positions restart and never jump otherwise.
     """
     starts = positions == positions[..., :1]
     steps = positions.diff(dim=-1)
@@ -375,8 +374,9 @@ def last_of_text(positions: Tensor) -> Tensor:
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions that count only what a mask `[B, K]` shows: -1 before the first such token, then those of the last one.
+    """Positions that count only the visible tokens of a mask `[B, K]`, starting at 0. They are -1 before the first one.
 
-    What is hidden between others is the padding of an earlier call: a right-padded prompt, a prefix before padding.
+    A hidden token has the position of the previous visible token. Hidden tokens between visible ones are padding of an earlier
+    call, for example after a prompt.
     """
     return (attention_mask != 0).long().cumsum(-1) - 1

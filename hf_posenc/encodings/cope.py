@@ -13,15 +13,15 @@ from hf_posenc.encodings.options import GreaterThan
 
 class CoPE(PositionEncoding, type="cope"):
     """scores[h, i, j] = q_i · (k_j + e[p_ij]) · scaling, where p_ij = g_ij + g_i(j+1) + … + g_ii counts the tokens from j to i,
-    each as far as its gate g_il = sigmoid(q_i · k_l · scaling) is open (Golovneva et al., 2024).
+    weighted by their gates g_il = sigmoid(q_i · k_l · scaling) (Golovneva et al., 2024).
 
-    Between two whole numbers q_i · e[p] is interpolated. Each layer has its own vectors e (`weight`, `[max_position, E]`),
-    shared by its heads. In the authors' code q · e isn't scaled; here it is, by the host's scaling, as in the paper's formula.
-    For decoders alone. A token counts where its position is above that of the token before it: padding doesn't, and ids given
-    by hand have to rise within a text. Positions are clipped, so any length works.
+    Between integers, q_i · e[p] is interpolated. Each layer has its own vectors e (`weight`, `[max_position, E]`), shared by
+    its heads. The authors' code doesn't scale q · e. Here the model's scaling applies, as in the paper's formula. For decoders
+    only. A token counts if its position is above that of the previous token: padding doesn't count, and explicit
+    `position_ids` must increase within a text. Positions are clipped, so there is no length limit.
 
     Options:
-        max_position: number of vectors; positions are clipped to max_position - 1.
+        max_position: number of vectors. Positions are clipped to max_position - 1.
     """
 
     title = "Contextual position encoding"
@@ -43,7 +43,7 @@ class CoPE(PositionEncoding, type="cope"):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
         index, counts = context.counted_keys(query.shape[2], keys, self.type)
-        precise = torch.promote_types(query.dtype, torch.float32)  # half precision can't count beyond a few hundred
+        precise = torch.promote_types(query.dtype, torch.float32)  # half precision can't count above a few hundred
         gates = (query @ key.transpose(2, 3) * context.scaling).to(precise).sigmoid()
         gates = gates.masked_fill(torch.arange(keys, device=key.device) > index[:, None], 0.0)
         behind = F.pad(gates * counts[:, None, None], (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)

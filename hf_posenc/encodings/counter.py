@@ -7,10 +7,10 @@ from hf_posenc.encodings.base import PositionEncoding
 
 
 class Counter(PositionEncoding, type="counter"):
-    """PE(p) = (p, 0, …, 0): the count of tokens before this one, in the first column.
+    """PE(p) = (p, 0, …, 0): the number of preceding tokens, in the first column.
 
-    One column, because the next layer norm would subtract a constant added to all of them. Every position is distinct and
-    all steps are equal, at any length, but values are unbounded: at p = 1000 they dominate the token's vector.
+    It uses one column, because the next layer norm would subtract a constant added to all columns. At any length, positions
+    are distinct and steps equal, but values are unbounded: at p = 1000 they dominate the token embedding.
     """
 
     title = "The position itself as a feature: a naive baseline"

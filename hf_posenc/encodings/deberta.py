@@ -16,17 +16,17 @@ class DeBERTa(PositionEncoding, type="deberta"):
     """scores[h, i, j] = (q_i · k_j + q_i · kr[h, δ(i, j)] + k_j · qr[h, δ(j, i)]) · scaling (He et al., 2021, equation 4), with
     δ(i, j) = clip(i - j, -s, s - 1) + s for a span of s distances on either side.
 
-    In the paper kr = P W_k,r and qr = P W_q,r: one table P for all layers, and two matrices for each. Here each layer has the
-    products themselves, `relative_keys` and `relative_queries`, `[H, 2s, E]`. The authors' code takes qr[δ(i, j)]: the same
-    rows in reverse. The paper divides all terms by √(3E), since they are three; here they have the host's scaling, mostly
-    1/√E, so that the q · k of a trained host stay as they were. A model trained from scratch begins with scores √3 times as
-    large as the paper's. Distances are clipped, so any length works.
+    In the paper, kr = P W_k,r and qr = P W_q,r, with one table P for all layers and two matrices for each layer. Here each
+    layer has the products themselves, `relative_keys` and `relative_queries`, `[H, 2s, E]`. The authors' code uses qr[δ(i, j)],
+    the same rows in reverse. The paper divides all three terms by √(3E). Here the model's scaling applies, mostly 1/√E, so
+    that the q · k of a trained model don't change. A model trained from scratch starts with scores √3 times as large as the
+    paper's. Distances are clipped, so there is no length limit.
 
     Options:
-        terms: "c2p" (content to position, q · kr), "p2c" (position to content, k · qr) or both.
-        max_distance: s, if there are no buckets; with buckets the distance from which all share the last one.
-        buckets: s of DeBERTa-v2 and v3 (position_buckets, https://arxiv.org/abs/2111.09543), 0 for none: distances up to half
-            of it have vectors of their own, further ones share them, more and more logarithmically. Even, below max_distance.
+        terms: "c2p" (content to position, q · kr), "p2c" (position to content, k · qr), or both.
+        max_distance: s, if there are no buckets. With buckets, all distances from this one on share the last bucket.
+        buckets: s of DeBERTa-v2 and v3 (position_buckets, https://arxiv.org/abs/2111.09543), or 0 for none. Distances up to
+            buckets/2 have separate vectors, and greater ones share vectors on a logarithmic scale. Even, below max_distance.
     """
 
     title = "Disentangled attention"
@@ -46,8 +46,8 @@ class DeBERTa(PositionEncoding, type="deberta"):
         super().__init__(geometry, **options)
         if self.buckets and (self.buckets % 2 or not 2 < self.buckets < self.max_distance):
             raise ValueError(
-                f"deberta.buckets={self.buckets}, deberta.max_distance={self.max_distance}: allowed are 0 buckets, or an even "
-                "number of them, from 4 up, and a distance above it"
+                f"deberta.buckets={self.buckets}, deberta.max_distance={self.max_distance} isn't valid. buckets must be 0, or "
+                "even, at least 4, and below max_distance."
             )
         self.span = self.buckets or self.max_distance
         shape = geometry.num_attention_heads, 2 * self.span, geometry.head_dim
@@ -61,8 +61,8 @@ class DeBERTa(PositionEncoding, type="deberta"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
-        # Tokens without gaps between them are no further apart than their number, which would make a traced graph one for it.
-        # A bucket's number may be above the distances in it.
+        # Distances of contiguous tokens are below the number of keys, which a traced graph must not depend on. The number of a
+        # bucket can exceed the distances in it.
         short = context.is_contiguous and not self.buckets and not torch.compiler.is_compiling()
         reach = min(self.span, keys) if short else self.span
         if context.first_keys:  # layers may hold different keys
@@ -86,11 +86,11 @@ class DeBERTa(PositionEncoding, type="deberta"):
         return self._bucket(distance).clamp(-self.span, self.span) + self.span
 
     def _bucket(self, distance: Tensor) -> Tensor:
-        """Signed distances, of which those beyond half of the buckets are counted logarithmically."""
+        """Signed distances. Those above half of the buckets are on a logarithmic scale."""
         if not self.buckets:
             return distance
         half, steps = self.buckets // 2, distance.abs()
-        # float32 and rounded up as in DeBERTa-v2, for the same buckets as its trained weights.
+        # float32, rounded up, gives the same buckets as in DeBERTa-v2.
         ratio = (steps.clamp(min=half).float() / half).log() / torch.tensor(
             math.log((self.max_distance - 1) / half), dtype=torch.float32, device=distance.device
         )
@@ -106,10 +106,10 @@ def _clipped(steps: Tensor, span: int) -> Tensor:
 def _products(states: Tensor, table: Tensor, steps: Tensor, reach: int) -> Tensor:
     """Products of states `[B, H, L, E]` and the rows of `table` given by `steps` `[1 or B, L, M]`: `[B, H, L, M]`.
 
-    reach: no distance is greater, so that only the rows up to it are multiplied.
+    reach: the maximum distance. Only the rows up to it are multiplied.
     """
     span = table.shape[1] // 2
-    if steps.shape[2] == 1:  # a decoding step: of all rows, each key needs that of its distance to the one query
+    if steps.shape[2] == 1:  # a decoding step: each key needs only the row of its distance to the single query
         vectors = table.to(states.dtype)[:, _clipped(steps, span)[..., 0]].transpose(0, 1)
         return (states * vectors).sum(-1, keepdim=True)
     products = states @ table[:, span - reach : span + reach].to(states.dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Whether a user's encoding comes out the same each time that it is built, but for what is saved with it."""
+"""Checks that the unsaved values of a custom encoding are the same each time that it is built."""
 
 import hashlib
 import io
@@ -14,7 +14,7 @@ from hf_posenc.encodings.base import PositionEncoding
 
 
 def differing(built: list[PositionEncoding | None], others: list[PositionEncoding | None]) -> str | None:
-    """The name of a value which is not saved with its module, and which differs between two builds."""
+    """The name of a value that isn't saved with its module and differs between two builds, or None."""
     if len(built) != len(others):
         return "a value"
     for one, other in zip(built, others, strict=True):
@@ -26,7 +26,7 @@ def differing(built: list[PositionEncoding | None], others: list[PositionEncodin
 
 
 def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
-    """Attributes and buffers of an encoding's modules, by dotted path, that are not in its state_dict."""
+    """Attributes and buffers of an encoding's modules that aren't in its state_dict, by dotted path."""
     values: dict[str, Any] = {}
     for path, module in encoding.named_modules() if encoding is not None else ():
         buffers = {name: module._buffers[name] for name in non_persistent_buffers(module)}
@@ -36,10 +36,10 @@ def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
 
 
 class _Comparable(pickle.Pickler):
-    """Gives equal bytes for equal values; tensors, generators and closures by what is in them."""
+    """Pickles equal values to equal bytes. Tensors, generators, and closures are compared by content."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):  # saved with a module of its own
+        if isinstance(value, nn.Parameter):  # saved with its module
             return str, ("parameter",)
         if isinstance(value, Tensor):
             bits = b"" if value.is_meta else value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -53,10 +53,10 @@ class _Comparable(pickle.Pickler):
 
 
 def comparable(value: Any) -> bytes | None:
-    """Equal for equal values; None for what can't be compared."""
+    """Bytes that are equal for equal values; None if the value can't be compared."""
     file = io.BytesIO()
     try:
         _Comparable(file).dump(value)
-    except Exception:  # whatever an attribute's own __reduce__ raises
+    except Exception:  # an attribute's __reduce__ can raise any exception
         return None
     return file.getvalue()

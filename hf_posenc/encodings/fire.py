@@ -13,25 +13,25 @@ from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, 
 from hf_posenc.encodings.options import GreaterThan
 
 CHUNK = 2**20
-"""Maximum number of hidden values of the MLP at once: 4 MB in float32, where all pairs of 2048 tokens would take 512 MB."""
+"""Maximum number of hidden values of the MLP at once: 4 MB in float32. All pairs of 2,048 tokens would take 512 MB."""
 
 
 class FIRE(PositionEncoding, type="fire"):
     """bias[h, i, j] = f_h(ψ(i - j) / ψ(max(L, n_i))), ψ(x) = log(c x + 1), added to the scaled scores (Li et al., 2023,
-    equation 8). f is an MLP with ReLU, 1 -> width -> H, evaluated in float32 or better; c, L and f are learned. Any length.
+    equation 8). f is an MLP with ReLU, 1 -> width -> H, evaluated in float32 or better. c, L, and f are learned. There is no
+    length limit.
 
-    In causal stacks n_i is the query's position i, as in the paper, so that f is asked for values in [0, 1]. Tokens of an
-    encoder see later ones, too: there n_i is the last position of the text, padding aside, and keys behind the query count
-    negative: f(-ψ(j - i) / …), values in [-1, 1]. In cross-attention n_i is the greater of i and the encoder's last position.
-    Position ids given by hand count as they are: of texts packed in one row of an encoder, n_i is the longest one's. Keys
-    further away than n_i, in a causal stack those it hides, are taken to be as far.
+    In decoders, n_i is the query's position i, as in the paper, and the inputs of f are in [0, 1]. In encoders, n_i is the last
+    position of the text, without padding. There, keys after the query have negative inputs, f(-ψ(j - i) / …), in [-1, 1]. In
+    cross-attention, n_i is the greater of i and the encoder's last position. Explicit `position_ids` are used unchanged: if
+    texts are packed in one row of an encoder, n_i is that of the longest text. Distances above n_i are clipped to n_i.
 
-    All layers share the parameters (the paper's FIRE-S); the paper's FIRE is per_layer=True. The logarithms of c and L are what
-    is learned, so that both are positive for all values; they count as -60 to 60.
+    All layers share the parameters (the paper's FIRE-S). The paper's FIRE is per_layer=True. The logarithms of c and L are
+    learned, so that both are always positive. They are clamped to -60 … 60.
 
     Options:
-        c: the start of c; ψ is linear up to distances of about 1/c.
-        threshold: the start of L. Up to it a bias depends on the distance alone.
+        c: the initial value of c. ψ is linear up to distances of about 1/c.
+        threshold: the initial value of L. Up to L, a bias depends only on the distance.
         width: number of hidden values of f.
     """
 
@@ -55,7 +55,7 @@ class FIRE(PositionEncoding, type="fire"):
         with torch.no_grad():
             for place, start in enumerate((self.c, self.threshold)):
                 self.logarithms[place] = math.log(start)
-        # As torch.nn.Linear begins; the last bias shifts all scores of a head alike.
+        # The initialization of torch.nn.Linear. The last bias shifts all scores of a head equally.
         for parameter in (self.hidden_weight, self.hidden_bias):
             nn.init.uniform_(parameter, -1.0, 1.0)
         nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
@@ -78,7 +78,7 @@ class FIRE(PositionEncoding, type="fire"):
 
         if self.geometry.is_causal or not context.is_contiguous:
             return self._mlp(ratio(context.distances(keys)))
-        # One normalizer for all queries: a value for each distance suffices.
+        # All queries have one normalizer, so one value per distance suffices.
         device = context.positions.device
         by_distance = self._mlp(ratio(torch.arange(1 - queries, keys, device=device) + context.first_key - context.past))
         index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
@@ -89,13 +89,13 @@ class FIRE(PositionEncoding, type="fire"):
         positions = context.positions
         if self.geometry.is_causal:
             return positions
-        if context.in_cross_attention:  # in which a cached decoder has its new queries only
+        if context.in_cross_attention:  # a cached decoder has only its new queries here
             there, _ = positions_of(keys, 0, context.cross.mask, positions.device)
             return torch.maximum(positions, there.amax(dim=-1, keepdim=True))
         return last_of(positions) if context.is_contiguous else last_of_text(positions)
 
     def _mlp(self, ratio: Tensor) -> Tensor:
-        """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries, whose hidden values are not kept for the backward pass."""
+        """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries. Hidden values aren't kept for the backward pass."""
         rows = max(1, CHUNK // max(1, ratio.shape[0] * ratio.shape[2] * self.width))
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or ratio.shape[1] <= rows:
             return self._layers(ratio)

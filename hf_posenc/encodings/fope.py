@@ -15,19 +15,19 @@ from hf_posenc.encodings.sinusoidal import frequencies
 
 
 class FoPE(PositionEncoding, type="fope"):
-    """Each pair of features at position p is turned as by rope, with a Fourier series in place of each wave: cos(p ω_m) becomes
+    """Each pair of features at position p is rotated as in rope, with a Fourier series instead of each wave: cos(p ω_m) becomes
     Σ_k a_hkm cos(p ω_k), and sin(p ω_m) Σ_k b_hkm sin(p ω_k), ω_k = theta^(-2k/E) (Hua et al., 2025, section 4).
 
-    The sums are over the frequencies that went through a whole turn in training, ω_k ≥ 2π/T, T the trained length. Pairs of
-    lower ones aren't turned at all. Each head has its coefficients, those of keys serving their group of queries: 1 for a
-    pair's own wave, plus noise that stands for what linear layers and activations mix. Angles in float64; any length.
-    Since several waves are mixed, scores depend on more than distance.
+    The sums are over the frequencies with at least one full turn in training, ω_k ≥ 2π/T, T the trained length. Pairs with
+    lower frequencies aren't rotated. Each key-value head has separate coefficients: 1 for a pair's own wave, plus noise that
+    models the mixing by linear layers and activations. Angles are computed in float64. There is no length limit. Because
+    several waves are mixed, scores don't depend on distance only.
 
     Options:
         theta: the base of the frequencies.
-        trained_length: T; None takes the longest input that the host's own positions were made for.
-        coefficients: "fixed", as drawn at first and saved, or "learned".
-        gain: of the noise, whose standard deviation is gain/√(number of waves); 0 for none.
+        trained_length: T. None uses the maximum length of the model's original positions.
+        coefficients: "fixed", drawn once and saved, or "learned".
+        gain: the noise has a standard deviation of gain/√(number of waves). 0 for no noise.
     """
 
     title = "Fourier position embeddings"
@@ -48,16 +48,16 @@ class FoPE(PositionEncoding, type="fope"):
         length = self.trained_length or geometry.trained_length or 0
         if length < 2:
             raise ValueError(
-                f"fope.trained_length={self.trained_length}: this host's own positions tell no length above 1 that they were "
-                "made for, so give one: trained_length=512"
+                f"fope.trained_length={self.trained_length}: this model doesn't record the maximum length of its original "
+                "positions. Set it explicitly, for example trained_length=512."
             )
         if geometry.head_dim % 2:
             raise ValueError(
-                f"'fope' turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
-                "choose an encoding which embeds or biases"
+                f"'fope' rotates pairs of features, but this model's head_dim is {geometry.head_dim}, an odd number. "
+                "Choose an additive encoding or a bias."
             )
         if self.gain < 0:
-            raise ValueError(f"fope.gain={self.gain}: allowed is 0 or more")
+            raise ValueError(f"fope.gain={self.gain} isn't valid. It must be 0 or more.")
         waves = (self.theta ** (-2 * k / geometry.head_dim) for k in range(geometry.head_dim // 2))
         self._turning = sum(wave >= 2 * math.pi / length for wave in waves)
         heads = geometry.num_key_value_heads or geometry.num_attention_heads
@@ -88,13 +88,13 @@ class FoPE(PositionEncoding, type="fope"):
         return F.pad(frequencies(size, self.theta)[: self._turning], (0, size // 2 - self._turning))
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies that turn."""
+        """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies in the sums."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)[: self._turning]
         angles = positions.double()[:, None, :, None] * steps
         return angles.cos(), angles.sin()
 
     def _rotated(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """States `[B, H, L, E]`; cos, sin: `[1 or B, heads of keys, L, W]`."""
+        """States `[B, H, L, E]` rotated by cos and sin, `[1 or B, key heads, L, W]`."""
         if states is None:
             return None
         groups, still = states.shape[1] // cos.shape[1], self.geometry.head_dim // 2 - self._turning

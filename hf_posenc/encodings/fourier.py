@@ -10,24 +10,24 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.options import GreaterThan
 
 GELU_POWER = 0.425
-"""The mean of GELU(z)² over z from N(0, 1)."""
+"""The mean of GELU(z)² for z from N(0, 1)."""
 
 
 class Fourier(PositionEncoding, type="fourier"):
     """PE(x) = W_2 GELU(W_1 r(x) + b_1) + b_2, r(x) = [cos(W_r x), sin(W_r x)] / √features (Li et al., 2021, section 3.2).
 
-    All W and b are learned; W_r, the `frequencies` `[features / 2, 1]`, starts from N(0, γ^-2). Then r(x) · r(y) is about
-    exp(-(x - y)² / 2γ²) / 2: positions up to about γ apart are alike, and those further than 3γ have nothing in common. With
-    integer positions x = scale · 0, 1, 2, … and the defaults, r of neighbours differ by 0.1 of their length. Angles are
-    computed in float64 and so exact at any position, the rest in float32 or better. Any length.
+    All W and b are learned. W_r, the `frequencies` `[features / 2, 1]`, starts from N(0, γ^-2). Then r(x) · r(y) is about
+    exp(-(x - y)² / 2γ²) / 2: positions up to about γ apart are similar, and those more than 3γ apart are unrelated. With
+    positions x = scale · 0, 1, 2, … and the defaults, r of adjacent positions differs by 0.1 of its length. Angles are computed
+    in float64, and are exact at any position. The rest is in float32 or better. There is no length limit.
 
     Options:
-        features: number of cosines and sines together; even.
+        features: number of cosines and sines together. Even.
         width: number of hidden values.
-        gamma: γ, in units of scaled positions; smaller ones set neighbours further apart.
-        scale: a factor on positions: 1 / 512 takes those of 512 tokens to [0, 1), where γ has to be as much smaller. With it
-            an optimizer's steps, which are as large for all parameters, change angles less.
-        std: standard deviation of the vectors' entries at the start, about.
+        gamma: γ, in units of scaled positions. Smaller values separate adjacent positions more.
+        scale: factor on positions. For example, 1 / 512 maps 512 positions to [0, 1), and γ must be smaller by the same factor.
+            Optimizer steps, which have the same size for all parameters, then change angles less.
+        std: approximate initial standard deviation of the vectors' entries.
     """
 
     title = "Learnable Fourier features"
@@ -43,8 +43,8 @@ class Fourier(PositionEncoding, type="fourier"):
         super().__init__(geometry, **options)
         if self.features % 2:
             raise ValueError(
-                f"fourier.features={self.features}: allowed is an even number, as each frequency has a cosine and a sine: take "
-                f"{self.features + 1}"
+                f"fourier.features={self.features} isn't valid. It must be even, because each frequency has a sine and cosine. "
+                f"Use {self.features + 1}."
             )
         self.frequencies = nn.Parameter(torch.empty(self.features // 2, 1))
         self.hidden_weight = nn.Parameter(torch.empty(self.width, self.features))
@@ -55,7 +55,7 @@ class Fourier(PositionEncoding, type="fourier"):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.frequencies, std=1 / self.gamma)
-        nn.init.normal_(self.hidden_weight, std=2**0.5)  # r has the length √½: hidden values begin as N(0, 1)
+        nn.init.normal_(self.hidden_weight, std=2**0.5)  # r has the length √½, so hidden values start as N(0, 1)
         nn.init.normal_(self.weight, std=self.std * (GELU_POWER * self.width) ** -0.5)
         for bias in (self.hidden_bias, self.bias):
             nn.init.zeros_(bias)

@@ -11,18 +11,17 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 
 LASTING = 16.0, 1024.0
-"""After so many tokens the first and the last head have forgotten all but 1/e, before anything is learned."""
+"""Number of tokens after which the first and the last head retain 1/e, before training."""
 
 
 class FoX(PositionEncoding, type="fox"):
-    """bias[h, i, j] = log f_(j+1) + … + log f_i, added to the scaled scores: what each token behind j leaves of it (Lin et al.,
-    2025).
+    """bias[h, i, j] = log f_(j+1) + … + log f_i, added to the scaled scores: each later token fades token j (Lin et al., 2025).
 
-    In the paper the forget gate f_t = sigmoid(w_h · x_t + b_h) comes from the layer's input x_t. Here it comes from the head's
-    key, f_t = sigmoid(w_h · k_t + b_h), because keys are what every cache holds. So no encoding that rotates can act in the
-    same layer. Each layer has its own w (`weight`, `[H, E]`) and b (`bias`, `[H]`), which starts such that the heads forget
-    between 1/16 and 1/1024 with each token. For decoders alone. A token counts where its position is above that of the token
-    before it: padding doesn't, and ids given by hand have to rise within a text. Any length.
+    In the paper, the forget gate f_t = sigmoid(w_h · x_t + b_h) depends on the layer's input x_t. Here it depends on the head's
+    key, f_t = sigmoid(w_h · k_t + b_h), because every cache holds the keys. Encodings that rotate keys can't be combined with
+    it in one layer. Each layer has its own w (`weight`, `[H, E]`) and b (`bias`, `[H]`). Initially the heads forget between
+    1/16 and 1/1024 with each token. For decoders only. A token counts if its position is above that of the previous token:
+    padding doesn't count, and explicit `position_ids` must increase within a text. There is no length limit.
     """
 
     title = "Forgetting Transformer"
@@ -47,13 +46,13 @@ class FoX(PositionEncoding, type="fox"):
     @classmethod
     def conflict(cls, other: Any) -> str | None:
         if "rotate" in other.mechanisms() and other.rotates_keys:
-            return f"the gates of {cls.type!r} come from keys, and {other.type!r} may change these by their positions"
+            return f"the gates of {cls.type!r} depend on keys, which {other.type!r} changes by position"
         return None
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         index, counts = context.counted_keys(query.shape[2], key.shape[2], self.type)
         precise = torch.promote_types(query.dtype, torch.float32)
         logits = (key.to(precise) * self.weight[:, None].to(precise)).sum(-1) + self.bias[:, None].to(precise)
-        # Of 1e5 tokens, the differences of float32 sums would be off by hundredths.
+        # With 1e5 tokens, differences of float32 sums would be off by hundredths.
         sums = (F.logsigmoid(logits).double() * counts[:, None]).cumsum(-1)  # [B, H, K]
         return (sums[..., index, None] - sums[..., None, :]).to(precise).clamp(max=0)

@@ -1,4 +1,4 @@
-"""The frequency rules of rotary positions, as Transformers has them: parameters, errors about these, frequencies."""
+"""The frequency rules of RoPE in Transformers: parameters, their checks, and frequencies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
-"""Rule -> the parameters that it needs."""
+"""The required parameters of each rule."""
 TAKEN: dict[str, tuple[str, ...]] = {
     "dynamic": (ORIGINAL,),
     "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -29,7 +29,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "llama3": (ORIGINAL,),
     "proportional": ("factor",),
 }
-"""Rule -> those that it takes besides."""
+"""The optional parameters of each rule."""
 ALL = {rule: (*needed, *TAKEN.get(rule, ())) for rule, needed in NEEDED.items()}
 BY_LENGTH = ("dynamic", "longrope")
 """Rules whose frequencies depend on the length of the text."""
@@ -37,10 +37,10 @@ RAMPS: dict[str, dict[str, Any]] = {
     "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
     "llama3": {"low_freq_factor": None, "high_freq_factor": None},
 }
-"""Rule -> the parameters between which it passes from one frequency to another, the lower one first, and their defaults."""
+"""The lower and upper parameter of each rule's ramp between frequencies, with their defaults."""
 
 NTK = "ntk"
-"""The method of `extend` that gives a larger theta, once for all lengths."""
+"""The method of `extend` that increases theta, once for all lengths."""
 EXTENDING: dict[str, dict[str, Any]] = {
     "linear": {},
     NTK: {},
@@ -49,36 +49,35 @@ EXTENDING: dict[str, dict[str, Any]] = {
     "longrope": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""The methods of `extend` for rotary positions -> what Llama 3.1 has for parameters that its rule needs."""
+"""The methods of `extend` for RoPE, with the values of Llama 3.1 for required parameters."""
 
 
 def check_parameters(kind: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for options of an encoding `kind` that contradict each other, or that their rule doesn't take."""
+    """Raises ValueError for options of an encoding `kind` that contradict each other or don't belong to their rule."""
     rule = options["rope_type"]
     for name in dict.fromkeys(name for names in ALL.values() for name in names):
         if options[name] is not None and name not in ALL[rule]:
             others = " or ".join(repr(other) for other, names in ALL.items() if name in names)
             raise ValueError(
-                f"{kind}.{name}={short_repr(options[name])}: rope_type={rule!r} takes "
-                f"{quoted(ALL[rule]) or 'none of these'}; leave "
-                f"it out, or take rope_type={others}"
+                f"{kind}.{name}={short_repr(options[name])} isn't an option of rope_type={rule!r} (its options: "
+                f"{quoted(ALL[rule]) or 'none'}). Omit it, or use rope_type={others}."
             )
     if missing := [name for name in NEEDED[rule] if options[name] is None]:
         raise ValueError(
-            f"{kind}.rope_type={rule!r} needs {quoted(missing)}: give {', '.join(f'{name}=…' for name in missing)}"
+            f"{kind}.rope_type={rule!r} requires {quoted(missing)}. Set {', '.join(f'{name}=…' for name in missing)}."
         )
     if (part := options["partial_rotary_factor"]) > 1:
-        raise ValueError(f"{kind}.partial_rotary_factor={part}: allowed is the part of the features that is rotated, up to 1")
+        raise ValueError(f"{kind}.partial_rotary_factor={part} isn't valid. It is the rotated fraction of features, up to 1.")
     if (options["mscale"] is None) != (options["mscale_all_dim"] is None):
-        raise ValueError(f"{kind}: mscale and mscale_all_dim act together alone: give both or none, or attention_factor")
+        raise ValueError(f"{kind}: mscale and mscale_all_dim must be set together. Set both or neither, or attention_factor.")
     if rule in RAMPS:
         low, high = ((name, options[name] or default) for name, default in RAMPS[rule].items())
         if low[1] >= high[1]:
-            raise ValueError(f"{kind}.{low[0]}={low[1]}: allowed is a number below {high[0]}={high[1]}, between them is a ramp")
+            raise ValueError(f"{kind}.{low[0]}={low[1]} isn't valid. It must be below {high[0]}={high[1]}.")
 
 
 def with_explicit_defaults(options: dict[str, Any], trained: int | None) -> dict[str, Any]:
-    """Checked options with those that default to the longest input that the host's own positions were made for, if known."""
+    """Checked options, with defaults set from the maximum length of the model's original positions, if known."""
     rule = options.get("rope_type", "default")
     if ORIGINAL not in ALL[rule] or trained is None:
         return options
@@ -89,25 +88,25 @@ def with_explicit_defaults(options: dict[str, Any], trained: int | None) -> dict
 
 
 def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> dict[str, Any]:
-    """`rope_parameters` in the form of Transformers for longer inputs.
+    """The `rope_parameters` of Transformers for longer inputs.
 
-    parameters: those in force. rotated: how many features of a head they turn.
+    parameters: the current ones. rotated: number of rotated features per head.
 
-    "linear"    position interpolation (https://arxiv.org/abs/2306.15595): frequencies / s, s the new length / the trained one.
-    "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and leaves the highest as it is.
-    others      Transformers' rules of these names with factor s; "longrope" needs its two lists of factors.
+    "linear"    position interpolation (https://arxiv.org/abs/2306.15595): frequencies / s, s the new / the trained length.
+    "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and doesn't change the highest.
+    others      Transformers' rules of these names with factor s. "longrope" needs its two lists of factors.
 
-    What was extended before by the same rule goes on from the length it was trained for; only "ntk" leaves no mark.
+    A second extension by the same rule starts from the trained length. Only "ntk" doesn't record that length.
 
-    Raises ValueError for another rule in force, a rule that this version of Transformers doesn't have, and settings that the
-    method doesn't take or lacks.
+    Raises ValueError if another rule is already set, this version of Transformers doesn't have the rule, or settings are
+    missing or don't belong to the method.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     method, given = asked.method, dict(parameters)
     rule = given.pop("rope_type", "default")
     if method in (NTK, "dynamic") and rotated < 4:
-        raise ValueError(f"method={method!r} takes theta to the power R/(R - 2), and R is {rotated} here: take 'linear'")
+        raise ValueError(f"method={method!r} needs at least 4 rotated features, but this model has {rotated}. Use 'linear'.")
     if method == NTK:
         asked.refuse_other_settings("factor")
         if rule != "default":
@@ -115,10 +114,12 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         factor = _factor(asked, asked.before)
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"method={method!r}: this version of Transformers has {quoted([*ROPE_INIT_FUNCTIONS])}")
+        raise ValueError(
+            f"method={method!r} isn't available in this version of Transformers. It has {quoted([*ROPE_INIT_FUNCTIONS])}."
+        )
     if rule not in ("default", method):
         raise _other_rule(rule, method)
-    # By the factor of "dynamic" the new length is told, and by the config the old one.
+    # With "dynamic", the factor gives the new length, and the config the old one.
     asked.refuse_other_settings(*(ALL[method] if method != "dynamic" else ()))
     trained = asked.settings.get(ORIGINAL) or given.get(ORIGINAL) or round(asked.before / (given.get("factor") or 1))
     own: dict[str, Any] = {"factor": _factor(asked, trained)} if "factor" in NEEDED[method] else {}
@@ -126,74 +127,75 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         own["factor"] = asked.after / trained
     if ORIGINAL in ALL[method]:
         own[ORIGINAL] = trained
-    if method == rule and asked.after > asked.before:  # lists were found for one length
+    if method == rule and asked.after > asked.before:  # the lists were found for one length
         given = {name: value for name, value in given.items() if name not in ("short_factor", "long_factor")}
     defaults = {name: value for name, value in EXTENDING[method].items() if name not in given}
     longer = {**given, **own, **defaults, **asked.settings, "rope_type": method}
     if missing := [name for name in NEEDED[method] if longer.get(name) is None]:
         raise ValueError(
-            f"method={method!r} needs {quoted(missing)}, found by a search on the model: give "
-            f"{', '.join(f'{name}=…' for name in missing)}"
+            f"method={method!r} requires {quoted(missing)}, which a search on the model finds. Set "
+            f"{', '.join(f'{name}=…' for name in missing)}."
         )
     return longer
 
 
 def _factor(asked: Extension, trained: int) -> float:
-    """The factor that was given, or the least one. Raises ValueError for one by which the new length isn't reached."""
+    """The given factor, or the smallest one. Raises ValueError if the factor is too small for the new length."""
     least = asked.after / checked_value(ORIGINAL, trained, Annotated[int, GreaterThan(1)])
     factor = checked_value("factor", asked.settings.get("factor", least), Annotated[float, GreaterThan(0)])
     if factor < least * (1 - 1e-6):
         raise ValueError(
-            f"factor={factor} with max_length={asked.after}, where {trained} tokens were trained: allowed is {least:g} or more"
-            "; or leave it out"
+            f"factor={factor} is too small for max_length={asked.after}, because the model was trained with {trained} tokens. "
+            f"It must be at least {least:g}. Set a larger factor, or omit it."
         )
     return factor
 
 
 def _other_rule(rule: str, method: str) -> ValueError:
     return ValueError(
-        f"method={method!r}: these positions follow rope_type={rule!r} already, and two rules don't add up: take "
-        f"method={rule!r}, or the model as it was before"
+        f"method={method!r} can't be combined with rope_type={rule!r}, which these positions already use. Use "
+        f"method={rule!r}, or start from the original model."
     )
 
 
 def check_sizes(kind: str, rule: str, parameters: dict[str, Any], part: float, head_dim: int, rotated: int) -> None:
-    """Raises ValueError for parameters that don't suit a head's features, or where nothing tells a length that they lack.
+    """Raises ValueError if parameters don't fit a head's features, or need a length that is unknown.
 
-    part: of the head's features that are to be rotated. rotated: how many are.
+    part: fraction of the head's features to rotate. rotated: number of rotated features.
     """
     pairs = int(part * head_dim // 2) if rule == "proportional" else rotated // 2
-    least = 2 if rule == "dynamic" else 1  # it raises theta to R/(R - 2)
+    least = 2 if rule == "dynamic" else 1  # theta is raised to the power R/(R - 2)
     if rotated % 2 or pairs < least:
         found = "an odd number" if rotated % 2 else f"fewer than {2 * least}"
-        even, remedy = max(2 * least, rotated - rotated % 2), "choose an encoding which embeds or biases"
+        even, remedy = max(2 * least, rotated - rotated % 2), "choose an additive encoding or a bias"
         if even <= head_dim and (rule != "proportional" or not rotated % 2):
-            remedy = f"take partial_rotary_factor={min(1.0, round((even + 0.5) / head_dim, 4))}, or {remedy}"
+            remedy = f"set partial_rotary_factor={min(1.0, round((even + 0.5) / head_dim, 4))}, or {remedy}"
         raise ValueError(
-            f"{kind!r} turns pairs of features, but this host's head_dim is {head_dim}, of which partial_rotary_factor={part} "
-            f"rotates {rotated if rotated % 2 else 2 * pairs}, {found}: {remedy}"
+            f"{kind!r} rotates pairs of features, but this model's head_dim is {head_dim}, of which partial_rotary_factor="
+            f"{part} rotates {rotated if rotated % 2 else 2 * pairs}, {found}. To fix this, {remedy}."
         )
     for name in ("short_factor", "long_factor"):
         if name in parameters and len(parameters[name]) != pairs:
             raise ValueError(
-                f"{kind}.{name} has {len(parameters[name])} values, for {pairs} rotated pairs in this host's heads: give one "
-                "for each"
+                f"{kind}.{name} has {len(parameters[name])} values, but this model's heads have {pairs} rotated pairs. Set one "
+                "value per pair."
             )
     if ORIGINAL in ALL[rule] and ORIGINAL not in parameters:
         raise ValueError(
-            f"{kind}.{ORIGINAL}=None: this host's own positions tell no length that they were made for, which "
-            f"rope_type={rule!r} starts from, so give one: {ORIGINAL}=2048"
+            f"{kind}.{ORIGINAL}=None: rope_type={rule!r} needs the maximum length of the original positions, which this model "
+            f"doesn't record. Set it explicitly, for example {ORIGINAL}=2048."
         )
     if rule == "longrope" and not {"factor", "attention_factor"} & {*parameters}:
         raise ValueError(
-            f"{kind}.rope_type='longrope' needs 'factor' or 'attention_factor' here, where this host's own positions tell no "
-            f"length: give factor=…, the longest length divided by {ORIGINAL}"
+            f"{kind}.rope_type='longrope' requires 'factor' or 'attention_factor', because this model doesn't record the "
+            f"maximum length of its original positions. Set factor=…, the maximum length divided by {ORIGINAL}."
         )
 
 
 def computed(rule: str, parameters: dict[str, Any], head_dim: int, length: Any) -> tuple[Tensor, float]:
-    """The frequencies `[R/2]` of Transformers' rule for a length, or `[B, R/2]` for lengths `[B, 1]`; the factor on cosines and
-    sines. float64, radians per position."""
+    """The frequencies of a rule in Transformers, and the factor on cosines and sines.
+
+    Frequencies are `[R/2]` for one length or `[B, R/2]` for lengths `[B, 1]`, in float64 and radians per position."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     device = length.device if isinstance(length, Tensor) else torch.device("cpu")
@@ -204,7 +206,7 @@ def computed(rule: str, parameters: dict[str, Any], head_dim: int, length: Any) 
 
 @dataclass(frozen=True)
 class _Config:
-    """What Transformers' rules read of a config."""
+    """The fields of a config that Transformers' rules read."""
 
     rope_parameters: dict[str, Any]
     head_dim: int
@@ -213,12 +215,13 @@ class _Config:
     max_position_embeddings: int | None
 
     def standardize_rope_params(self) -> None:
-        """They are as they should be."""
+        """Does nothing, because the parameters are already standardized."""
 
 
 class _InFloat64(TorchFunctionMode):
-    """Transformers' rules ask for float32, by whose rounding a frequency is off by 6e-8, and an angle at position 1e6 by 0.06.
-    Within, they get float64."""
+    """Makes Transformers' rules compute in float64.
+
+    They request float32, which rounds frequencies by up to 6e-8, and an angle at position 1e6 by 0.06."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -13,14 +13,14 @@ class Kerple(PositionEncoding, type="kerple"):
     """Kernels of the distance with two learned numbers per head, added to the scaled scores (Chi et al., 2022):
 
     - log: bias[h, i, j] = -r1_h · log(1 + r2_h · |j - i|), with r1, r2 > 0. It extrapolates best in the paper.
-    - power: bias[h, i, j] = -r1_h · |j - i|^r2_h, with r1 > 0 and 0 < r2 < 2. With r2 = 1 it is a linear bias.
+    - power: bias[h, i, j] = -r1_h · |j - i|^r2_h, with r1 > 0 and 0 < r2 < 2. With r2 = 1, the bias is linear.
 
-    The paper is about decoders, where j ≤ i; in encoders the bias is symmetric. Any length.
+    The paper covers decoders, where j ≤ i. In encoders, the bias is symmetric. There is no length limit.
 
-    `weight` is [2, H], any real numbers, and the kernels are valid for all of them: r1 = softplus(weight[0]), r2 =
-    softplus(weight[1]) for log and 2 · sigmoid(weight[1]) for power. (The authors learn r1 and r2 themselves and clamp them in
-    each forward.) They start uniformly distributed, as the authors' do: r1 up to 2 and r2 up to 1 for log, r1 up to 1 and r2
-    up to 2 for power; so heads differ, and so do layers with per_layer=True.
+    `weight` is [2, H], and the kernels are valid for all real numbers: r1 = softplus(weight[0]), and r2 = softplus(weight[1])
+    for log or 2 · sigmoid(weight[1]) for power. (The authors learn r1 and r2 directly and clamp them in each forward pass.) As
+    in the authors' code, initial values are uniformly distributed: r1 up to 2 and r2 up to 1 for log, r1 up to 1 and r2 up to 2
+    for power. Heads therefore differ, and with per_layer=True so do layers.
 
     Options:
         kernel: "log" or "power".
@@ -47,12 +47,12 @@ class Kerple(PositionEncoding, type="kerple"):
             second.logit_()
 
     def distance_bias(self, distance: Tensor) -> Tensor:
-        # float64, in which distances beyond 2^24 and their powers are exact enough.
+        # float64 is precise enough for distances above 2^24 and their powers.
         first, second = self.weight.double()[..., None]
         steps = distance.abs().double()
         if self.kernel == "log":
             kernel = torch.log1p(F.softplus(second) * steps)
         else:
-            # 0^r has no finite derivative by its base, and log 0 none at all: distance 0 is put in afterwards.
+            # The derivative of 0^r isn't finite, and log 0 is undefined, so distance 0 is set separately.
             kernel = torch.where(steps > 0, steps.clamp(min=1) ** (2 * second.sigmoid()), 0.0)
         return (-F.softplus(first) * kernel).to(torch.promote_types(self.weight.dtype, torch.float32))

@@ -19,24 +19,24 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     (Gehring et al., 2017; Devlin et al., 2019).
 
     Options:
-        init: "normal" (std below), "sinusoidal", or "host": the rows of the host's own table; rows beyond it, and all
-            rows of a model without pretrained weights, start as "normal".
+        init: "normal" (see std), "sinusoidal", or "host": the model's original position embeddings. Positions beyond those, and
+            all positions of a model without pretrained weights, start as "normal".
         std: standard deviation of "normal" (0.02 as in BERT; 1.0 is `torch.randn`).
-        storage: "float32": trained, in the model's dtype. The two others are frozen, and trained with nothing else:
-            "int8": PE(p) = step[p] · values[p], values in -127 … 127 and a float32 step for each row, D + 4 bytes a row. Made
-            from `init`, "host" or "sinusoidal"; a value is off by half a step at most.
-            "memory-mapped": the rows stay in a file and take memory while they are read, so that a table of gigabytes opens at
-            once. It is no part of what a model moves, casts or counts; it stays on the CPU, and what is read goes to the device
-            of the positions. Saved with the model, it is read from the model's own safetensors file when that is loaded.
-        trained_rows: N, of a table with fewer rows than max_length; for encoders. A text of n tokens up to N takes its rows as
-            they are. In a longer one position p is at p(N - 1)/(n - 1), between two rows their mean by distance: `extend` with
-            method="dynamic". n is the last position of a row + 1; of several texts in one row that of the longest.
-        file: of "memory-mapped", once, for a new model: a safetensors file with one tensor `[max_length, D]`, of float32,
-            float16 or bfloat16. A config.json never names it.
+        storage: "float32": trained, in the model's dtype. The other two are frozen, and can't be trained:
+            "int8": PE(p) = step[p] · values[p], with values in -127 … 127 and a float32 step per position, D + 4 bytes each.
+            It needs `init` "host" or "sinusoidal". The rounding error of a value is at most half a step.
+            "memory-mapped": the position embeddings stay in a file and take memory only while they are read, so that gigabytes
+            open immediately. The model doesn't move, cast, or count them. They stay on the CPU, and the vectors that are read
+            move to the device of the positions. A saved model reads them from its own safetensors file.
+        trained_rows: N, for encoders with fewer position embeddings than max_length. Texts of n ≤ N tokens use them unchanged.
+            In longer texts, position p is interpolated linearly at p(N - 1)/(n - 1), as in `extend` with method="dynamic". n is
+            the last position of a row + 1, or that of the longest of several texts in one row.
+        file: for "memory-mapped", once, in a new model: a safetensors file with one tensor `[max_length, D]` in float32,
+            float16, or bfloat16. A config.json never names it.
 
-    A trained table becomes a frozen one when it is loaded:
-    `from_pretrained(folder, position_encoding={"type": "learned", "storage": "int8"})`, or "memory-mapped". The latter
-    becomes a trained one, in memory, by "float32".
+    To freeze trained position embeddings, load them with another storage:
+    `from_pretrained(path, position_encoding={"type": "learned", "storage": "int8"})`, or "memory-mapped". To train
+    memory-mapped ones in memory, load them with "float32".
     """
 
     title = "Learned absolute position embeddings"
@@ -48,12 +48,12 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        assert geometry.max_length is not None  # as `needs_max_length` says
+        assert geometry.max_length is not None  # see `needs_max_length`
         self._check_rows(geometry.max_length)
         for name in ("init", "std") if self.file is not None else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
-                    f"learned.{name}={value!r} with file={str(self.file)!r}: the values are the file's; leave {name} out"
+                    f"learned.{name}={value!r} has no effect, because file={str(self.file)!r} sets the values. Omit {name}."
                 )
         self.allocate(self.trained_rows or geometry.max_length, geometry.hidden_size)
         self.reset_parameters()
@@ -74,16 +74,16 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     def init_from_original_table(self, table: Tensor | None) -> None:
         if self.storage == "int8" and self.init == "normal":
             raise ValueError(
-                "learned.storage='int8' freezes its rows, and init='normal' draws them at random: give init='host' or "
-                "'sinusoidal', or train a table in float32 and load it with storage='int8'"
+                "learned.storage='int8' freezes the position embeddings, but init='normal' makes them random. Use init='host' "
+                "or 'sinusoidal', or train in float32 and load the model with storage='int8'."
             )
         if self.init == "host" and self.storage != MAPPED:
             if table is None:
-                raise ValueError("learned.init='host': this host has no position table: choose init='normal' or 'sinusoidal'")
+                raise ValueError("learned.init='host' needs a model with position embeddings. Use 'normal' or 'sinusoidal'.")
             if table.shape[1] != self.shape[1]:
                 raise ValueError(
-                    f"learned.init='host': the host's table has {table.shape[1]} columns, but vectors of "
-                    f"{self.shape[1]} are added here: choose init='normal' or 'sinusoidal'"
+                    f"learned.init='host': the original position embeddings have size {table.shape[1]}, but vectors of size "
+                    f"{self.shape[1]} are added here. Use init='normal' or 'sinusoidal'."
                 )
             for start in range(0, min(len(table), self.shape[0]), BLOCK):
                 self.write(start, table[start : min(start + BLOCK, self.shape[0])].detach())
@@ -107,20 +107,20 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
             self.weight = nn.Parameter(table, requires_grad=shorter.weight.requires_grad)
         else:
             raise ValueError(
-                f"learned.storage={self.storage!r}: these rows are frozen: load the model with storage='float32', extend it, "
-                "and load the result with this storage; or take method='dynamic', which leaves them as they are"
+                f"learned.storage={self.storage!r} freezes the position embeddings. Load the model with storage='float32', "
+                "extend it, and load the result with this storage. Or use method='dynamic', which doesn't change them."
             )
 
     def embed(self, positions: Tensor) -> Tensor:
         indices = positions.cpu() if self.storage == MAPPED else positions
         length, longer = self.geometry.max_length or 0, self.trained_rows is not None
-        # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
+        # Reading values would synchronize a GPU and break a traced graph. Only shapes are checked there.
         if indices.device.type == "cpu" and not torch.compiler.is_compiling() and indices.numel():
             low, high = indices.aminmax()
             if low < 0 or high >= length:
                 raise ValueError(
-                    f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {length} rows: "
-                    "pass ids below that, or hf_posenc.extend(model, max_length, method=…)"
+                    f"position_ids from {int(low)} to {int(high)} don't fit {length} learned position embeddings. Pass smaller "
+                    "position_ids, or call hf_posenc.extend(model, max_length, method=…)."
                 )
             longer = longer and bool(high >= self.shape[0])
         if longer:
@@ -134,9 +134,9 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     def _check_rows(self, length: int) -> None:
         rows = self.trained_rows
         if rows is not None and rows > length:
-            raise ValueError(f"learned.trained_rows={rows}: allowed are rows up to max_length={length}; or leave it out")
+            raise ValueError(f"learned.trained_rows={rows} isn't valid. It must be at most max_length={length}, or be omitted.")
         if rows is not None and self.geometry.is_causal:
             raise ValueError(
-                f"learned.trained_rows={rows}: a decoder's cache keeps vectors of positions before the text has its length, so "
-                "none can be stretched by that: extend with a static method, such as 'linear'"
+                f"learned.trained_rows={rows} isn't supported in decoders, because cached keys keep the positions of a shorter "
+                "input. Extend the model with a static method, such as 'linear'."
             )

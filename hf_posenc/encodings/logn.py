@@ -14,17 +14,17 @@ from hf_posenc.encodings.options import GreaterThan
 class LogN(PositionEncoding, type="logn"):
     """q_i · (1 + s_h · max(0, log n_i / log T - 1)) for queries, T the trained length: with s_h = 1, max(1, log n / log T).
 
-    The more keys a softmax is over, the flatter it gets; scores that grow with log n keep its entropy about the same (Su,
-    2021; Chiang and Cholak, 2022; Nakanishi, 2025). Up to T nothing changes. Made to be composed ("relative+logn",
-    "rope+logn"): a bias that another part adds isn't scaled. By itself it tells no order.
+    A softmax over more keys is flatter. Scores that grow with log n keep its entropy approximately constant (Su, 2021; Chiang
+    and Cholak, 2022; Nakanishi, 2025). Up to T, nothing changes. Use it in compositions ("relative+logn", "rope+logn"): the
+    bias of another part isn't scaled. It doesn't encode word order.
 
-    n_i is the number of tokens in the text of query i: its last position + 1, so that padding counts for nothing. In a causal
-    stack n_i is the query's own position + 1, the number of tokens that it sees. Position ids given by hand count as they
-    are, and a 4-D mask doesn't tell padding.
+    n_i is the number of tokens in the text of query i: its last position + 1, without padding. In a decoder, n_i is the query's
+    own position + 1, the number of tokens that it sees. Explicit `position_ids` are used unchanged, and a 4-D mask doesn't
+    indicate padding.
 
     Options:
-        trained_length: T; None takes the longest input that the host's own positions were made for.
-        scale: "fixed" (s_h = 1) or "learned", one factor per head, which starts at 1.
+        trained_length: T. None uses the maximum length of the model's original positions.
+        scale: "fixed" (s_h = 1) or "learned", one factor per head, initially 1.
     """
 
     title = "Scores scaled by log n"
@@ -38,8 +38,8 @@ class LogN(PositionEncoding, type="logn"):
         super().__init__(geometry, **options)
         if self._length < 2:
             raise ValueError(
-                f"logn.trained_length={self.trained_length}: this host's own positions tell no length above 1 that they were "
-                "made for, so give one: trained_length=512, or logn__trained_length=512 in a composition"
+                f"logn.trained_length={self.trained_length}: this model doesn't record the maximum length of its original "
+                "positions. Set it explicitly, for example trained_length=512, or logn__trained_length=512 in a composition."
             )
         if self.scale == "learned":
             self.factor = nn.Parameter(torch.empty(geometry.num_attention_heads))
@@ -68,5 +68,5 @@ class LogN(PositionEncoding, type="logn"):
 
     @property
     def _length(self) -> int:
-        """T, or 0 where nothing tells it."""
+        """T, or 0 if it is unknown."""
         return self.trained_length or self.geometry.trained_length or 0

@@ -1,5 +1,4 @@
-"""Tables that take less memory than float32: tensors in safetensors files, of which the system reads what is touched, and rows
-of int8.
+"""Tables that take less memory than float32: memory-mapped tensors in safetensors files, and int8 rows.
 
 Shapes: N any number of rows, D hidden_size.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 256
-"""Rows that are read from a file, or rounded to int8, at a time."""
+"""Number of rows that are read from a file or rounded to int8 at a time."""
 
 
 def tensor_names(path: str | os.PathLike[str]) -> list[str]:
@@ -31,13 +30,13 @@ def tensor_names(path: str | os.PathLike[str]) -> list[str]:
 class StoredTensor:
     """A matrix of floats in a safetensors file, `[rows, D]`, memory-mapped. Reading rows takes memory for one block.
 
-    safetensors maps a file, too, but what was read stays in its mapping, and adds up to the whole table.
+    safetensors also maps files, but keeps everything that was read in memory, up to the whole table.
 
-    Copies share it. A pickle of it names the file, which has to be there when it is read again. A file that is replaced or
-    deleted stays readable to those who have it open. One that is cut short is an error at the next read; cut during a read, it
-    ends the process (SIGBUS), as it does with all weights that Transformers has mapped.
+    Copies share the mapping. A pickle refers to the file, which must exist when the pickle is loaded. A file that is replaced
+    or deleted stays readable while it is open. A truncated file raises an error at the next read. If it is truncated during a
+    read, the process ends (SIGBUS), as with all weights that Transformers maps.
 
-    Raises ValueError for a file that can't be read or has no such matrix.
+    Raises ValueError if the file can't be read or has no such matrix.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str, shape: tuple[int, ...] | None = None) -> None:
@@ -45,9 +44,9 @@ class StoredTensor:
         with _opened(path) as tensors:
             dtype, self.shape = tensors.get_slice(name).get_dtype(), tuple(tensors.get_slice(name).get_shape())
             if dtype not in DTYPES or len(self.shape) != 2 or min(self.shape) < 1:
-                raise ValueError(f"{name!r} is {dtype} {[*self.shape]}, and a table is a matrix of {', '.join(DTYPES)}")
+                raise ValueError(f"{name!r} is {dtype} {[*self.shape]}, but it must be a matrix of {', '.join(DTYPES)}")
             if shape is not None and self.shape != shape:
-                raise ValueError(f"{name!r} is {[*self.shape]}, and was {[*shape]} when this model was made")
+                raise ValueError(f"{name!r} is {[*self.shape]}, but it was {[*shape]} when this model was created")
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 begin = 8 + length + json.loads(file.read(length))[name]["data_offsets"][0]
@@ -65,7 +64,7 @@ class StoredTensor:
         return f"{type(self).__name__}({self.name!r}, shape={self.shape}, dtype={self.tensor.dtype})"
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """All rows, a block at a time, with their places."""
+        """All rows in blocks, with their slices."""
         for start in range(0, len(self.tensor), BLOCK):
             self.check_length()
             place = slice(start, start + BLOCK)
@@ -73,7 +72,7 @@ class StoredTensor:
             self._forget()
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The rows of these indices on the CPU, `[...] -> [..., D]`."""
+        """The rows at these indices, on the CPU, `[...] -> [..., D]`."""
         if torch.compiler.is_compiling():
             return F.embedding(indices, self.tensor)
         flat = indices.flatten()
@@ -85,21 +84,21 @@ class StoredTensor:
         return found.view(*indices.shape, self.shape[1])
 
     def check_length(self) -> None:
-        """Raises ValueError if the file was cut: reading beyond its end would end the process."""
+        """Raises ValueError if the file was truncated. Reading beyond its end would end the process."""
         if self._map.size() < self._end:
-            reason = f"it has {self._map.size()} bytes, and {self.name!r} ends at {self._end}"
+            reason = f"it has {self._map.size()} bytes, but {self.name!r} ends at {self._end}"
             raise ValueError(UNREADABLE.format(path=self.path, reason=reason))
 
     def _forget(self) -> None:
-        """Give the memory of what was read back: touching a row brings up to 64 KiB around it, and all of it would add up."""
+        """Release the memory that was read. Each access to a row reads up to 64 KiB around it, which would add up."""
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows rounded to 255 steps of a size of their own, `[N, D] -> [N, D]` int8 and the float32 steps, `[N, 1]`.
+    """Rows `[N, D]` rounded to int8, `[N, D]`, with a float32 step size per row, `[N, 1]`.
 
-    A value is off by half a step at most: 1/254 of the largest of its row.
+    The error of a value is at most half a step, that is, 1/254 of the largest absolute value of its row.
     """
     rows = rows.float()
     steps = rows.abs().amax(-1, keepdim=True) / 127
@@ -108,16 +107,16 @@ def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """An open safetensors file. Raises a ValueError that names the file, and what to do, for whatever is wrong with it."""
+    """An open safetensors file. Raises a ValueError with the file and the remedy if it can't be read."""
     try:
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             raise ValueError("it isn't a regular file")  # opening a FIFO would wait for a writer
         with open(path, "rb"), safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError, ValueError) as error:
-        reason = "it isn't in the format of safetensors" if isinstance(error, SafetensorError) else str(error)
+        reason = "it isn't in the safetensors format" if isinstance(error, SafetensorError) else str(error)
         reason = getattr(error, "strerror", None) or reason
         raise ValueError(UNREADABLE.format(path=os.fspath(path), reason=reason)) from None
 
 
-UNREADABLE = "the table of positions can't be read from {path}: {reason}; put the right file there again"
+UNREADABLE = "The position embeddings can't be read from {path}: {reason}. Restore the file."

@@ -4,9 +4,9 @@ from hf_posenc.encodings.base import PositionEncoding
 
 
 class NoPE(PositionEncoding, type="none", aliases=("nope",)):
-    """Nothing is added, rotated or biased (Kazemnejad et al., 2023).
+    """No position encoding: nothing is added, rotated, or biased (Kazemnejad et al., 2023).
 
-    An encoder without positions is permutation-equivariant; a causal decoder can still count its keys.
+    An encoder without positions is permutation-equivariant. A decoder can still count its keys.
     """
 
     title = "No position encoding"

@@ -10,9 +10,8 @@ from hf_posenc.encodings.context import last_of_text
 class Normalized(PositionEncoding, type="normalized"):
     """PE(p) = (p / (length - 1), 0, …, 0): a number from 0 to 1 in the first column.
 
-    The length is that of the text without padding: its last position + 1. Values are bounded, but a step is
-    1/(length - 1), which differs from text to text. In a causal stack the length is `max_length`, because an early
-    token's vector must not depend on later tokens.
+    The length is that of the text without padding: its last position + 1. Values are bounded, but the step, 1/(length - 1),
+    differs between texts. In a decoder, the length is `max_length`, because vectors must not depend on later tokens.
     """
 
     title = "The position as a fraction of the length: a naive baseline"

@@ -1,4 +1,4 @@
-"""Checks of option values against their annotations, and limits on what a config may ask for."""
+"""Checks of option values against their annotations, and limits on the size of configs."""
 
 import contextlib
 import difflib
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 MAX_INTEGER = 2**24
-"""Largest absolute value of an integer option, a length or a width: sixteen million positions."""
+"""Maximum absolute value of an integer option, a length, or a width: 16 million positions."""
 MAX_VALUES = 2**30
-"""Maximum elements per stack's encoding, and per host table: 4 GiB in float32."""
+"""Maximum elements of an encoding per encoder or decoder, and of the original position embeddings: 4 GiB in float32."""
 MAX_ENTRIES, MAX_DEPTH = 2**16, 8
 """Maximum number of characters and values in `position_encoding`, and maximum depth of its nesting."""
 
@@ -33,7 +33,7 @@ class GreaterThan:
 
 
 def names_files(annotation: Any) -> bool:
-    """Whether an option of this type names files of this machine: its type is, or contains, `pathlib.Path`."""
+    """Whether options of this type name local files: the type is, or contains, `pathlib.Path`."""
     origin = get_origin(annotation) or annotation
     return (isinstance(origin, type) and issubclass(origin, os.PathLike)) or any(map(names_files, get_args(annotation)))
 
@@ -56,26 +56,26 @@ def as_paths(value: Any) -> Any:
 
 
 def checked_value(name: str, value: Any, annotation: Any) -> Any:
-    """The value, in the annotated type (ints become floats, lists tuples). Raises ValueError with what is allowed."""
+    """The value in the annotated type (ints become floats, lists tuples). Raises ValueError if it isn't allowed."""
     for candidate in _readings(value):
         if _fits(candidate, annotation):
             return candidate
     within = max(-MAX_INTEGER, min(value, MAX_INTEGER)) if type(value) is int else value
-    limit = f", up to {MAX_INTEGER} in size" if within is not value and _fits(within, annotation) else ""
-    raise ValueError(f"{name}={short_repr(value)}: allowed is {described(annotation)}{limit}")
+    limit = f", up to {MAX_INTEGER} in absolute value" if within is not value and _fits(within, annotation) else ""
+    raise ValueError(f"{name}={short_repr(value)} isn't valid. It must be {described(annotation)}{limit}.")
 
 
 def parse_value(text: str) -> Any:
-    """The value that a text stands for: JSON, numbers separated by commas as a list, or else the text itself."""
+    """The value of a text: parsed JSON, a list of comma-separated numbers, or the text itself."""
     for written in (text, f"[{text.rstrip().removesuffix(',')}]"):
         try:
             value = json.loads(written)
         except json.JSONDecodeError:
             continue
         except RecursionError:
-            raise ValueError(f"{short_repr(text)} is nested too deeply") from None
+            raise ValueError(f"{short_repr(text)} is nested too deeply. Use fewer levels.") from None
         except ValueError:  # Python reads no more digits
-            raise ValueError(f"{short_repr(text)} is an integer with too many digits") from None
+            raise ValueError(f"{short_repr(text)} is an integer with too many digits. Use a smaller number.") from None
         if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
             return value
     return text
@@ -93,7 +93,7 @@ def described(annotation: Any) -> str:
         bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, GreaterThan)]
         return described(args[0]) + "".join(bounds)
     if origin in (Union, types.UnionType):
-        # A list last, where it can't be mistaken for one of what stands behind it.
+        # Lists last, so that the alternatives don't read as elements of the list.
         return " or ".join(described(arg) for arg in sorted(args, key=lambda arg: get_origin(arg) is tuple))
     if origin is Literal:
         return " or ".join(map(repr, args))
@@ -108,7 +108,7 @@ def described(annotation: Any) -> str:
 
 
 def _readings(value: Any) -> Iterator[Any]:
-    """The value, and its conversions: an int as a float, a list as a tuple."""
+    """Yields the value and its conversions: an int as a float, a list as a tuple."""
     yield value
     if type(value) is int:
         with contextlib.suppress(OverflowError):
@@ -140,7 +140,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         return value is None
     if names_files(annotation):
         return isinstance(value, (str, os.PathLike))
-    # Not isinstance: bool is a subclass of int, but True is no length.
+    # Not isinstance: bool is a subclass of int, but True isn't a valid integer.
     return type(value) is annotation and (annotation is not int or abs(value) <= MAX_INTEGER)
 
 
@@ -155,24 +155,24 @@ def at_most(values: int) -> Iterator[None]:
 
 
 def check_size(what: str, values: int) -> None:
-    """Raises ValueError where `what` has more than MAX_VALUES elements, or more than `at_most` allows."""
+    """Raises ValueError if `what` has more than MAX_VALUES elements, or more than `at_most` allows."""
     if values > (limit := min(MAX_VALUES, _ALLOWED.get())):
         raise ValueError(
-            f"{what} would take {values} values of memory, and at most {limit} are allowed: choose smaller options or a "
-            "shorter max_length; of a checkpoint from elsewhere, see who made it"
+            f"{what} would take {values} values of memory, but at most {limit} are allowed. Choose smaller options or a "
+            "smaller max_length. If you downloaded the checkpoint, check who created it."
         )
 
 
 def refuse_oversized(given: Any) -> None:
-    """Raises ValueError for a `position_encoding` beyond MAX_ENTRIES or MAX_DEPTH, for keys that aren't strings, and for
-    text that isn't Unicode. A value that contains itself exceeds MAX_DEPTH."""
+    """Raises ValueError if a `position_encoding` exceeds MAX_ENTRIES or MAX_DEPTH, or has keys that aren't strings or text
+    that isn't valid Unicode. A value that contains itself exceeds MAX_DEPTH."""
     level, entries = [given], 0
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
                 if odd := [key for key in value if not isinstance(key, str)]:
-                    raise ValueError(f"{short_repr(odd[0])} can't be a key in position_encoding: allowed are strings")
+                    raise ValueError(f"{short_repr(odd[0])} can't be a key in position_encoding. Keys must be strings.")
                 below += [*value, *value.values()]
             elif isinstance(value, (list, tuple)):
                 below += value
@@ -180,12 +180,12 @@ def refuse_oversized(given: Any) -> None:
             if isinstance(value, str):
                 entries += len(value)
                 if re.search("[\ud800-\udfff]", value):
-                    raise ValueError(f"{short_repr(value)} in position_encoding is no text: it has half of a surrogate pair")
+                    raise ValueError(f"{short_repr(value)} in position_encoding isn't valid Unicode: it has a lone surrogate.")
             if entries + len(below) > MAX_ENTRIES:
-                raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters: nothing needs so many")
+                raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters. Use a smaller config.")
         level = below
     if level:
-        raise ValueError(f"position_encoding is nested deeper than {MAX_DEPTH} levels: nothing needs so many")
+        raise ValueError(f"position_encoding is nested deeper than {MAX_DEPTH} levels. Use fewer levels.")
 
 
 class _Short(reprlib.Repr):
@@ -195,12 +195,12 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = 100
 
     def repr_int(self, number: int, level: int) -> str:
-        # repr raises ValueError for integers of more than 4300 digits.
+        # repr raises ValueError for integers with more than 4,300 digits.
         return repr(number) if number.bit_length() < 2000 else f"an integer of {number.bit_length()} bits"
 
 
 def short_repr(value: Any) -> str:
-    """`repr(value)` for an error, shortened: values may come from an untrusted checkpoint."""
+    """`repr(value)` for an error message, shortened because values may come from an untrusted checkpoint."""
     text = _Short().repr(value)
     return text if len(text) <= 600 else f"{text[:600]}…"
 
@@ -211,6 +211,6 @@ def quoted(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
-    """ " (did you mean 'x'?)", for an error about an unknown name; empty where no other name is near it."""
+    """ " (did you mean 'x'?)", for an error about an unknown name. Empty if no name is similar."""
     near = difflib.get_close_matches(name, [each for each in names if each != name], n=1) if isinstance(name, str) else []
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -15,15 +15,15 @@ class PoPE(PositionEncoding, type="pope"):
     """scores[h, i, j] = scaling · Σ_c softplus(q_ic) softplus(k_jc) cos((i - j) θ_c - δ_hc), θ_c = theta^(-c/E), c = 0 … E - 1
     (Gopalakrishnan, Csordás, Schmidhuber and Mozer, 2025, equations 7 to 9).
 
-    A feature's magnitude says what is looked for, and its phase where, which rope's pairs of features mix. Queries and keys
-    become Cartesian coordinates of twice the width, so a cache holds keys of 2E features; values stay as they are. The phase δ
-    is learned per head, starts at 0, and turns queries here: the paper's turns keys by as much the other way, and bounds it to
-    one turn, beyond which a cosine repeats itself. Features of either sign become magnitudes, so a trained host has to be
-    trained on. Any length.
+    Magnitudes encode content, and phases encode positions. In contrast, rope's pairs of features mix both. Queries and keys
+    become Cartesian coordinates of twice the width, so a cache holds keys of 2E features. Values don't change. The phase δ is
+    learned per head, starts at 0, and rotates queries here. The paper rotates keys in the opposite direction, and bounds δ to
+    one turn, after which the cosine repeats. Features of either sign become magnitudes, so a pretrained model needs further
+    training. There is no length limit.
 
     Options:
         theta: the base of the frequencies.
-        phase: whether δ is learned; without it there are no parameters.
+        phase: whether δ is learned. If False, there are no parameters.
     """
 
     title = "Polar coordinate position embeddings"
@@ -47,9 +47,9 @@ class PoPE(PositionEncoding, type="pope"):
     @classmethod
     def conflict(cls, other: Any) -> str | None:
         if "rotate" in other.mechanisms():
-            return f"{cls.type!r} takes magnitudes of the features as they are, which {other.type!r} changes"
+            return f"{cls.type!r} uses the magnitudes of features, which {other.type!r} changes"
         if "score_bias" in other.mechanisms() and other.reads_content:
-            return f"{cls.type!r} makes queries and keys twice as wide as the vectors that {other.type!r} multiplies them by"
+            return f"{cls.type!r} makes queries and keys twice as wide as the vectors of {other.type!r}"
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
@@ -66,11 +66,11 @@ class PoPE(PositionEncoding, type="pope"):
         return self.theta ** (-torch.arange(size, dtype=torch.float64, device=device) / size)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """`[1 or B, 1, L, E]`, float64."""
+        """Angles `[1 or B, 1, L, E]`, float64."""
         return positions.double()[:, None, :, None] * self._frequencies(positions.device)
 
 
 def _cartesian(states: Tensor, angles: Tensor) -> Tensor:
-    """`[B, H, L, E]` -> `[B, H, L, 2E]`: points at these angles, whose distances from the origin are softplus of the states."""
+    """Cartesian coordinates, `[B, H, L, E]` -> `[B, H, L, 2E]`, of points with these angles and the radii softplus(states)."""
     magnitudes = F.softplus(states)
     return torch.cat([magnitudes * angles.cos().to(states.dtype), magnitudes * angles.sin().to(states.dtype)], dim=-1)

@@ -10,12 +10,12 @@ from hf_posenc.encodings.options import as_paths, did_you_mean, has_paths, has_s
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
-    """Every registered encoding, canonical name -> class, in alphabetical order."""
+    """The class of each registered encoding, by canonical name in alphabetical order."""
     return {name: cls for name, cls in sorted(PositionEncoding.registered.items()) if name == cls.type}
 
 
 def encoding_class(name: Any) -> type[PositionEncoding]:
-    """The class registered under a name or alias, or of a composition `"a+b"`.
+    """The class registered under a name or alias, or the class of a composition `"a+b"`.
 
     Raises ValueError for an unknown name.
     """
@@ -26,10 +26,10 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:
         raise ValueError(
-            f"unknown position encoding {short_repr(name)}{did_you_mean(name, PositionEncoding.registered)}; registered: "
+            f"Unknown position encoding {short_repr(name)}{did_you_mean(name, PositionEncoding.registered)}. Registered: "
             f"{quoted(list_encodings())}. "
-            "If it is one of your own, import the module that defines its class first; if its code came with a checkpoint, "
-            "load that with trust_remote_code=True where hf_posenc isn't imported"
+            "If it is a custom encoding, import the module that defines its class first. If its code came with a checkpoint, "
+            "load the checkpoint with trust_remote_code=True in a program that doesn't import hf_posenc."
         )
     return PositionEncoding.registered[name]
 
@@ -43,43 +43,44 @@ def __getattr__(name: str) -> Any:
 
 
 def import_all() -> None:
-    """Import everything that registers itself. In a new process, pickle imports single modules of a checkpoint's code, and not
-    the entry that imports the others; importing the package imports them all."""
+    """Import all modules that register encodings.
+
+    In a new process, pickle imports single modules of a checkpoint's code, but not the module that imports the others."""
     package, _, name = __name__.rpartition(".")
     if name.startswith("posenc_"):  # a copy
         importlib.import_module(f"{package}.modeling_posenc")
 
 
 def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = False) -> dict[str, Any]:
-    """The canonical dict, all options written out, of an encoding given by name or as `{"type": name, **options}`.
+    """The canonical dict, with all options, of an encoding given by name or as `{"type": name, **options}`.
 
-    layered: the parts that act in layers of their own; others may not have the same encoding.
-    in_code: whether the encoding is an argument in a program, where strings may name files, and become `Path` objects. By
-        default it may be from a config, where only `Path` objects do, which no file can contain.
+    layered: the parts with separate layers. Other parts can't have the same encoding.
+    in_code: whether the encoding is an argument in a program. If so, strings that name files become `Path` objects. In a
+        config, they raise an error.
 
-    Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
+    Raises ValueError for anything else, for unknown names, and for options that the encoding doesn't have.
     """
     refuse_oversized(encoding)
     if isinstance(encoding, str):
         encoding = {"type": encoding}
     if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
         raise ValueError(
-            f'a position encoding is a name or a dict {{"type": name, **options}}, not {short_repr(encoding)}; '
-            f"names: {quoted(list_encodings())}"
+            f'A position encoding must be a name or a dict {{"type": name, **options}}, not {short_repr(encoding)}. '
+            f"Names: {quoted(list_encodings())}."
         )
     cls = encoding_class(encoding["type"])
     parts = cls.component_classes()
     repeated = [name for name, part in parts.items() if [*parts.values()].count(part) > 1]
     if not {*repeated} <= {*layered}:
         raise ValueError(
-            f"{short_repr(encoding['type'])} has the same encoding twice: each part of a composition has a type of its own, or "
-            f"layers of its own ({'=…, '.join(f'{name}__layers' for name in repeated[:4])}=…)"
+            f"{short_repr(encoding['type'])} has the same encoding twice. Give the parts of a composition different types, or "
+            f"separate layers ({'=…, '.join(f'{name}__layers' for name in repeated[:4])}=…)."
         )
     for (name, part), (other, beside) in itertools.permutations(parts.items(), 2):
         if (why := part.conflict(beside)) and not {name, other} <= {*layered}:
             raise ValueError(
-                f"{name!r} and {other!r} can't act in one layer: {why}. Take one of them, or give each layers of its own "
-                f"({name}__layers=…, {other}__layers=…)"
+                f"{name!r} and {other!r} can't be combined in one layer: {why}. Use only one of them, or give each separate "
+                f"layers ({name}__layers=…, {other}__layers=…)."
             )
     checked = cls.by_part(cls.checked_options(overridden(cls, cls.preset(encoding["type"]), options_of(encoding))))
     for name, part in parts.items():
@@ -88,22 +89,22 @@ def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = Fals
 
 
 def _check_files(cls: type[PositionEncoding], options: dict[str, Any], in_code: bool) -> None:
-    """Strings that name files, in checked options: paths in code, a ValueError elsewhere."""
+    """Converts strings that name files to paths in code. Elsewhere, raises ValueError."""
     for name in cls.file_options() & options.keys():
         value = options[name]
         if value == getattr(cls, name) or not has_strings(value):
             continue
         if not in_code:
             raise ValueError(
-                f"{cls.type}.{name}={short_repr(value)} names a file, and nothing was opened. A config can't name files: a "
-                f'checkpoint has its values in its own weights. Set "{name}" to null in config.json, or pass the path in code: '
-                "to hf_posenc.patch, to from_pretrained, or as a pathlib.Path"
+                f"{cls.type}.{name}={short_repr(value)} names a file, and nothing was opened. A config can't name files, "
+                f'because a checkpoint has the values in its weights. Set "{name}" to null in config.json, or pass the path in '
+                "code, to hf_posenc.patch or from_pretrained, or as a pathlib.Path."
             )
         options[name] = as_paths(value)
 
 
 def overridden(cls: type[PositionEncoding], options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Options of an encoding, with the given ones in place of the same ones in whatever spelling."""
+    """Options of an encoding, overridden by the given ones, in any spelling of their names."""
     before, after = cls.by_part(options), cls.by_part(given)
     parts = {name: {**before[name], **after[name]} for name in before}
     return parts.get(cls.type, parts)
@@ -115,7 +116,7 @@ def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
 
 
 def portable(encoding: Any) -> Any:
-    """`position_encoding`, or options of an encoding, for a file: None instead of paths on this machine."""
+    """`position_encoding`, or options of an encoding, for a file. Local paths become None."""
     if isinstance(encoding, dict):
         return {name: portable(value) for name, value in encoding.items()}
     return None if has_paths(encoding) else encoding

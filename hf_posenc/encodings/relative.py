@@ -12,12 +12,12 @@ from hf_posenc.encodings.options import GreaterThan
 class Relative(PositionEncoding, type="relative"):
     """softmax((QKᵀ + R) / √E) V with R[h, i, j] = weight[h, clip(j - i, -max_distance, max_distance)].
 
-    The scalar form of the relative position representations of Shaw et al. (2018), whose R is q·a(j - i). R is added
-    before scaling, so R/√head_dim is added to the scaled scores, whatever scaling the host uses. Distances are clipped,
-    so any length works.
+    This is the scalar form of relative position representations (Shaw et al., 2018), in which R is q·a(j - i). R is added
+    before scaling, so R/√head_dim is added to the scaled scores, for any scaling of the model. Distances are clipped, so there
+    is no length limit.
 
     Options:
-        max_distance: distances beyond it are clipped to it.
+        max_distance: larger distances are clipped to it.
     """
 
     title = "One learned number per head and distance, inside the scaling of the scores"

@@ -32,37 +32,37 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
     """Each pair of features (i of R/2) of a query or key at position p is rotated by p·theta^(-2i/R), so that the score of two
     tokens depends on their distance (Su et al., 2021, equation 15).
 
-    Frequencies and angles are computed in float64 and cast last; any length.
+    Frequencies and angles are computed in float64 and cast last. There is no length limit.
 
     Options:
         theta: the base of the frequencies.
         layout: which features form a pair, "half" (i and i + R/2, as in GPT-NeoX and Llama) or "interleaved"
             (2i and 2i + 1, as in the paper and GPT-J).
-        partial_rotary_factor: the part of a head's E features that is rotated, R = int(E·factor), the first ones (GPT-NeoX,
-            GPT-J, Phi). Of "proportional": the part of the pairs.
-        rope_type: the rule that changes the frequencies f_i, as Transformers has it, which computes them
-            (`ROPE_INIT_FUNCTIONS`). Its parameters are options by Transformers' names:
+        partial_rotary_factor: the rotated fraction of a head's E features, R = int(E·factor), from the first feature on
+            (GPT-NeoX, GPT-J, Phi). For "proportional", the fraction of the pairs.
+        rope_type: the rule for the frequencies f_i, which Transformers computes (`ROPE_INIT_FUNCTIONS`). The parameters of the
+            rule are options with the same names as in Transformers:
 
             "linear"        f_i / factor.
             "dynamic"       theta grows with n, the length of the text, above L (https://arxiv.org/abs/2306.15595, NTK):
                             theta·(factor·n/L - factor + 1)^(R/(R-2)).
-            "yarn"          f_i / factor for low frequencies, f_i for high ones, a ramp over the pairs between, from those that
-                            turn `beta_fast` times in L tokens to those that turn `beta_slow` times (whole pairs with
-                            `truncate`) (https://arxiv.org/abs/2309.00071).
+            "yarn"          f_i / factor for low frequencies, f_i for high frequencies, and a ramp over the pairs between, from
+                            `beta_fast` to `beta_slow` turns in L tokens (rounded to whole pairs with `truncate`)
+                            (https://arxiv.org/abs/2309.00071).
             "longrope"      f_i / short_factor_i up to n = L, f_i / long_factor_i above (https://arxiv.org/abs/2402.13753).
-            "llama3"        the same with a ramp over frequencies, from `high_freq_factor` turns to `low_freq_factor`
+            "llama3"        as "yarn", with a ramp over frequencies, from `high_freq_factor` to `low_freq_factor` turns
                             (https://arxiv.org/abs/2407.21783).
-            "proportional"  p-RoPE: the lowest frequencies are 0, the others keep their spacing over all of E
-                            (https://arxiv.org/abs/2410.06205); `factor` divides them.
+            "proportional"  p-RoPE: the lowest frequencies are 0, and the others keep their spacing over all of E
+                            (https://arxiv.org/abs/2410.06205). `factor` divides them.
 
-        original_max_position_embeddings: L; None takes the longest input that the host's own positions were made for.
-        attention_factor, mscale, mscale_all_dim: of "yarn" and "longrope", by what cosines and sines are multiplied; None
-            takes what the rule makes of `factor` (of "longrope" without one: the host's length / L).
+        original_max_position_embeddings: L. None uses the maximum length of the model's original positions.
+        attention_factor, mscale, mscale_all_dim: for "yarn" and "longrope", the factor on cosines and sines. None derives it
+            from `factor` ("longrope" without `factor`: from the model's maximum length / L).
 
-    n is the last position of a row + 1, so that padding and other rows change nothing; of several texts in one row that of the
-    longest. With "dynamic" and "longrope" keys enter a cache as they are and all are rotated by the length at every step. In
-    decoders, what later layers cached of a text before it grew over L was still computed with the frequencies before: from
-    there on cached decoding is no longer the forward pass over the whole.
+    n is the last position of a row + 1, so padding and other rows have no effect. If a row holds several texts, n is that of
+    the longest. With "dynamic" and "longrope", the cache holds unrotated keys, and every step rotates all keys by the current
+    length. In decoders, the cached states of later layers still depend on the frequencies before the text exceeded L. From
+    then on, cached decoding differs from a forward pass over the whole text.
     """
 
     title = "Rotary position embeddings"
@@ -107,7 +107,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Without those that are as by default, but for theta and layout: no rule takes all of them."""
+        """Checked options without those at their defaults, except theta and layout, because no rule has all options."""
         checked = super().checked_options(options)
         check_parameters(cls.type, checked)
         return {name: value for name, value in checked.items() if name in ("theta", "layout") or value != getattr(cls, name)}
@@ -147,7 +147,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return ", ".join(f"{name}={value!r}" for name, value in (self._options or {}).items())
 
     def _cos_sin(self, context: PositionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[1 or B, 1, L, R/2]` each."""
+        """Cosines and sines, `[1 or B, 1, L, R/2]` each."""
         angles = context.positions.double()[:, None, :, None] * self._frequencies(context)
         cos, sin = angles.cos(), angles.sin()
         if self._magnitude != 1:
@@ -155,7 +155,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return cos.to(dtype), sin.to(dtype)
 
     def _frequencies(self, context: PositionContext) -> Tensor:
-        """`[R/2]`, or of each text `[1 or B, 1, 1, R/2]`: float64, radians per position."""
+        """Radians per position, float64: `[R/2]`, or `[1 or B, 1, 1, R/2]` if they differ between texts."""
         device = context.positions.device
         if self.rope_type == "default":
             return frequencies(self._size, self.theta, device)

@@ -17,16 +17,16 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
     depends on how many rows and columns lie between them (Heo et al., 2024, equations 10 to 13).
 
     "axial": the first E/4 pairs are rotated by r·theta^(-4i/E), the others by c·theta^(-4i/E), i = 0 … E/4 - 1.
-    "mixed": (a, b) are trained, two numbers for each pair and key-value head. They start as the two axes of "axial", turned by
-    an angle of the head's own, so that heads look along different diagonals; the paper draws these angles at random.
+    "mixed": (a, b) are trained, two numbers for each pair and key-value head. They start as the two axes of "axial", rotated by
+    a different angle for each head. Heads therefore attend along different diagonals. The paper draws the angles at random.
 
-    Angles are computed in float64 and cast last; grids of any size. Class and register tokens aren't rotated.
+    Angles are computed in float64 and cast last. Grids can have any size. Class and register tokens aren't rotated.
 
     Options:
         frequencies: "axial" or "mixed".
-        theta: the base of the frequencies. Grids are short, so the paper has 100, and 10 for "mixed".
+        theta: the base of the frequencies. For short grids, the paper uses 100, and 10 for "mixed".
         layout: which features form a pair, "half" (i and i + E/2) or "interleaved" (2i and 2i + 1, as in the paper's code).
-        per_layer: whether each attention trains its own frequencies, as in the paper.
+        per_layer: whether each attention has separate frequencies, as in the paper.
     """
 
     title = "Rotary embeddings of rows and columns"
@@ -43,8 +43,8 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
         super().__init__(geometry, **options)
         if geometry.head_dim % 4 or not geometry.head_dim:
             raise ValueError(
-                f"'rope_2d' turns pairs of features by rows and as many by columns, but this host's head_dim is "
-                f"{geometry.head_dim}, which 4 doesn't divide: choose an encoding which embeds or biases, as 'sinusoidal_2d'"
+                f"'rope_2d' needs a head_dim divisible by 4, because it rotates as many pairs by row as by column, but this "
+                f"model's head_dim is {geometry.head_dim}. Choose an additive encoding or a bias, such as 'sinusoidal_2d'."
             )
         if self.frequencies == "mixed":
             heads = geometry.num_key_value_heads or geometry.num_attention_heads
@@ -78,9 +78,9 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
         return turned(query), turned(key)
 
     def _cos_sin(self, cells: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of rows and columns `[1 or B, L, 2]`: `[1 or B, 1 or H, L, E/2]` each."""
+        """Cosines and sines, `[1 or B, 1 or H, L, E/2]` each, for rows and columns `[1 or B, L, 2]`."""
         steps = self._axial(cells.device)
-        if self.frequencies == "mixed":  # several heads of queries may share one of keys
+        if self.frequencies == "mixed":  # several query heads may share a key head
             steps = self.weight.double().repeat_interleave(heads // self.weight.shape[1], dim=1)
         row, column = cells.double()[:, None, :, :, None].unbind(3)
         angles = row * steps[0, :, None] + column * steps[1, :, None]

@@ -1,4 +1,4 @@
-"""Turns pairs of features, for encodings that rotate.
+"""Rotates pairs of features.
 
 Shapes: L tokens, E head_dim, R the rotated features, the first of each head.
 """
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """States `[..., L, E]` whose first R features are turned in pairs, by cosines and sines `[..., L, R/2]`; others stay.
+    """States `[..., L, E]` with the first R features rotated in pairs, by cosines and sines `[..., L, R/2]`.
 
     layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
     """
-    if torch.compiler.is_compiling():  # which fuses the products by itself
+    if torch.compiler.is_compiling():  # the compiler fuses the products
         return joined(states, cos, sin, layout)
     return Rotation.apply(states, cos, sin, layout)
 
 
 def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
-    """The first and the second features of all pairs, `[..., R/2]` each, views. size: R."""
+    """Views of the first and the second features of all pairs, `[..., R/2]` each. size: R."""
     if size < states.shape[-1]:
         states = states[..., :size]
     if layout == "half":
@@ -30,7 +30,7 @@ def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """The same by plain products, through which gradients reach cosines and sines, too."""
+    """Like `rotated`, but differentiable in cosines and sines."""
     size = 2 * cos.shape[-1]
     first, second = _halves(states, size, layout)
     turned = first * cos - second * sin, second * cos + first * sin
@@ -39,13 +39,13 @@ def joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """`rotated`. For gradients, which are turned back, the angles alone are kept."""
+    """`rotated` as a function that keeps only the angles for the backward pass, which rotates gradients back."""
 
     @staticmethod
     def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         result, size = torch.empty_like(states), 2 * cos.shape[-1]
         (first, second), (to_first, to_second) = _halves(states, size, layout), _halves(result, size, layout)
-        # Two passes over each half: sums of products, and both joined, would take five.
+        # Two passes over each half. Sums of products and a concatenation would take five.
         torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=to_second).addcmul_(first, sin)
         if size < states.shape[-1]:
@@ -70,6 +70,6 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         *tensors, layout = inputs
-        # All have as many axes, of which those in front may be 1.
+        # All tensors have the same number of axes. Leading axes may be 1.
         pairs = zip(tensors, axes, strict=False)
         return Rotation.apply(*(each[None] if axis is None else each.movedim(axis, 0) for each, axis in pairs), layout), 0

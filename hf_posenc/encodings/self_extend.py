@@ -18,20 +18,20 @@ from hf_posenc.encodings.table_interpolation import GROUPED, Extension
 
 
 class SelfExtend(RoPE, type="self_extend"):
-    """`rope` in which tokens far from each other are told apart by groups of G positions, so that no distance is longer than
-    those of training (Jin et al., 2024). In texts up to T tokens, the trained length, it is `rope`. In longer ones the score of
-    query i and key j is that of the distance i - j up to w, and beyond of floor(i/G) + w - floor(w/G) - floor(j/G).
+    """`rope` with distant tokens in groups of G positions, so that no distance exceeds those of training (Jin et al., 2024).
 
-    In the paper short texts are grouped beyond w, too. In encoders later tokens are grouped in the same way, mirrored. The
-    second score is computed from queries and keys turned on, for all pairs: time and memory of `[B, H, Q, K]`. In decoders what
-    later layers cached of a text keeps the positions of then, before the text grew over T, or its group changed. Of several
-    texts in one row the longest counts.
+    In texts of up to T tokens, the trained length, it is `rope`. In longer texts, the score of query i and key j is that of the
+    distance i - j up to w, and that of floor(i/G) + w - floor(w/G) - floor(j/G) above.
 
-    Options, and those of `rope`:
-        window: w; None takes a quarter of T.
-        group: G; None takes the least by which the distances of a text of n tokens are less than T, n its last position + 1.
-            `extend` gives decoders the least one for their new length.
-        trained_length: T; None takes the longest input that the host's own positions were made for.
+    The paper also groups short texts above w. In encoders, later tokens are grouped in the same way, mirrored. The second score
+    is computed for all pairs, with time and memory of `[B, H, Q, K]`. In decoders, the cached states of later layers keep the
+    positions from before the text exceeded T or its group changed. If a row holds several texts, the longest one counts.
+
+    Options, in addition to those of `rope`:
+        window: w. None uses a quarter of T.
+        group: G. None uses the smallest group with which the distances of a text of n tokens are below T, n its last
+            position + 1. For decoders, `extend` sets the smallest group for the new length.
+        trained_length: T. None uses the maximum length of the model's original positions.
     """
 
     title = "SelfExtend: rotary positions, grouped beyond a window"
@@ -49,12 +49,13 @@ class SelfExtend(RoPE, type="self_extend"):
         self._window = self.window or max(1, self._length // 4)
         if self.rope_type in BY_LENGTH:
             raise ValueError(
-                f"{self.type}.rope_type={self.rope_type!r} turns by the length of a text, and so do groups: take another "
-                "rule, or 'rope'"
+                f"{self.type}.rope_type={self.rope_type!r} isn't supported, because both the rule and the groups depend on the "
+                "length of the input. Use another rule, or 'rope'."
             )
         if self._length < 2:
             raise ValueError(
-                f"{self.type}.trained_length=None: this host's own positions tell no length that they were made for: give one"
+                f"{self.type}.trained_length=None: this model doesn't record the maximum length of its original positions. Set "
+                "it explicitly, for example trained_length=512."
             )
         self._check_window(self._window, self._length)
 
@@ -65,8 +66,7 @@ class SelfExtend(RoPE, type="self_extend"):
 
     @classmethod
     def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
-        """In a decoder one group for all lengths: with a group that grows with the text, what later layers cached of it would
-        have had another one."""
+        """Options for longer inputs. A decoder has one group for all lengths, so that cached states keep the same group."""
         if asked.method != GROUPED:
             return None
         asked.refuse_other_settings("window", "group")
@@ -80,15 +80,15 @@ class SelfExtend(RoPE, type="self_extend"):
         group = given.get("group", least if geometry.is_causal else None)
         if group is not None and group < least:
             raise ValueError(
-                f"group={group} with window={window} and max_length={asked.after}, where {trained} tokens were trained: "
-                f"allowed is {least} or more; or leave it out"
+                f"group={group} is too small for window={window} and max_length={asked.after}, because the model was trained "
+                f"with {trained} tokens. It must be at least {least}. Set a larger group, or omit it."
             )
         return {**options, "trained_length": trained, "window": window, "group": group}
 
     @classmethod
     def _check_window(cls, window: int, trained: int) -> None:
         if window >= trained:
-            raise ValueError(f"{cls.type}.window={window}: allowed is a number below trained_length={trained}")
+            raise ValueError(f"{cls.type}.window={window} isn't valid. It must be below trained_length={trained}.")
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         keys, window, length = key.shape[2], self._window, context.lengths
@@ -109,12 +109,12 @@ class SelfExtend(RoPE, type="self_extend"):
         return bias * context.scaling
 
     def _rotated(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
-        """States `[B, H, L, E]` rotated on by so many positions, `[1 or B, L]`."""
+        """States `[B, H, L, E]` rotated by further positions, `[1 or B, L]`."""
         angles = by.double()[:, None, :, None] * self._frequencies(context)
         return rotated(states, angles.cos().to(states.dtype), angles.sin().to(states.dtype), self.layout)
 
 
 def least_group(length: Tensor, trained: int, window: int) -> Tensor:
-    """The least group by which no distance in texts of these lengths is `trained` or more."""
+    """The smallest group with which no distance in texts of these lengths is `trained` or more."""
     group = -((window - length) // (trained - window)).clamp(max=-1)
     return group + ((length - 1) // group + window - window // group >= trained)

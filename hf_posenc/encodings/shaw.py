@@ -11,8 +11,8 @@ from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
 
 FAR = 4096
-"""Above this max_distance, rows are selected by distance before the product: multiplying all rows would cost a short input
-as much as a long one."""
+"""Above this max_distance, rows are selected by distance before the product. Multiplying all rows would make short inputs as
+slow as long inputs."""
 
 
 class Shaw(
@@ -23,14 +23,14 @@ class Shaw(
     """scores[h, i, j] = q_i · (k_j + a_ij) · scaling, a_ij = weight[clip(j - i, -max_distance, max_distance)]
     (Shaw et al., 2018, equation 4). Each layer has its own vectors, shared by its heads.
 
-    With "queries" among the terms, k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
-    relative_key_query in Transformers v4). With "values", attention gives z_i = sum_j alpha_ij (v_j + b_ij), alpha its weights,
-    b_ij = value_weight[clip(j - i, …)] (equation 3), for which all weights are computed, whatever the attention implementation.
-    Distances are clipped, so any length works.
+    The term "queries" also adds k_j · a_ij · scaling (https://arxiv.org/abs/2009.13658, method 4; BERT's relative_key_query in
+    Transformers v4). With "values", the attention output is z_i = sum_j alpha_ij (v_j + b_ij), with the weights alpha and
+    b_ij = value_weight[clip(j - i, …)] (equation 3). Every attention implementation then computes all weights. Distances are
+    clipped, so there is no length limit.
 
     Options:
-        max_distance: distances beyond it are clipped to it.
-        terms: to what vectors are added: "keys", "keys+queries", "keys+values" (the paper's) or "keys+queries+values".
+        max_distance: larger distances are clipped to it.
+        terms: where vectors are added: "keys", "keys+queries", "keys+values" (the paper's), or "keys+queries+values".
 
     Shapes: weight [2 · max_distance + 1, E], E head_dim; value_weight the same, E the size of a head's values.
     """
@@ -76,21 +76,21 @@ class Shaw(
             return None
         queries, keys = weights.shape[2:]
         table: Tensor = self.value_weight
-        if context.is_contiguous and queries + keys < len(table):  # fewer distances than rows
+        if context.is_contiguous and queries + keys < len(table):  # there are fewer distances than rows
             places = torch.arange(queries + keys - 1, device=weights.device)
             table = table[self.rows(places + (context.first_key - context.past - queries + 1))]
             index = (places[:keys] - places[:queries, None] + (queries - 1))[None]
         else:
             index = self._shared_index(keys, context)
-        # The weights of all keys that a row serves are summed before the product: no [Q, K, E] tensor. In half precision a sum
-        # of thousands of small weights would stop growing.
+        # Weights are summed by row before the product, to avoid a [Q, K, E] tensor. In half precision, a sum of thousands of
+        # small weights would stop growing.
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         pairs = index[:, None].expand(weights.shape)
         summed = weights.new_zeros(*weights.shape[:3], len(table)).scatter_add(-1, pairs, weights)
         return summed @ table.to(summed.dtype)
 
     def _shared_index(self, keys: int, context: PositionContext) -> Tensor:
-        """The row of a table for each query and key, `[1 or B, Q, K]`, computed once for all layers."""
+        """The row of the table for each query and key, `[1 or B, Q, K]`, computed once for all layers."""
         if context.first_keys:  # layers may hold different keys
             return self._index(keys, context)
         return context.cached((self.type, self.max_distance, "index"), lambda: self._index(keys, context))
@@ -105,6 +105,6 @@ class Shaw(
         """Products of states `[B, H, L, E]` and the rows of `weight` given by `index` `[1 or B, L, M]`: `[B, H, L, M]`."""
         weight, pairs = self.weight.to(states.dtype), index[:, None].expand(*states.shape[:3], -1)
         if self.max_distance <= FAR:
-            # One product per row of weight, then a gather by distance: no [L, M, E] tensor.
+            # One product per row of weight, then a gather by distance, to avoid an [L, M, E] tensor.
             return (states @ weight.T).gather(-1, pairs)
         return torch.einsum("bhle,blme->bhlm", states, weight[index].expand(len(states), -1, -1, -1))

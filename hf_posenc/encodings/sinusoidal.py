@@ -13,19 +13,20 @@ from hf_posenc.encodings.options import GreaterThan
 class Sinusoidal(PositionEncoding, type="sinusoidal"):
     """PE(p, 2i) = sin(p / base^(2i/D)), PE(p, 2i+1) = cos(p / base^(2i/D)) (Vaswani et al., 2017, section 3.5).
 
-    Computed in float64 for the given positions and cast last: no table, any length. An odd D has one cosine less.
+    Vectors are computed in float64 and cast last, without a table or a length limit. An odd D has one cosine less.
 
     Options:
-        base: the wavelengths grow from 2π to base^((D-2)/D)·2π.
-        layout: "interleaved" (sine on even, cosine on odd columns) or "concatenated" (all sines, then all cosines).
+        base: wavelengths increase from 2π to base^((D-2)/D)·2π.
+        layout: "interleaved" (sine in even, cosine in odd columns) or "concatenated" (all sines, then all cosines).
         scale: a factor on the vectors, or "learned" for one trained factor, initially 1
             (https://arxiv.org/abs/1809.08895, section 3.2).
-        bases: several in place of `base` (multi-scale). Each has an equal part of the width, with the formula for that width.
-        frequencies: "fixed"; "learned", ω_i·exp(w_i) for the ω_i of the formula and trained w_i, initially 0; or "dynamic",
-            ω_i·(T/n)^(i/(m-1)) in a text of n > T tokens: of a base's m frequencies the highest stays, and the lowest turns as
-            far in n tokens as it did in T (dynamic NTK, https://arxiv.org/abs/2309.00071, section 3). n is the text's last
-            position + 1, whatever padding; in a causal stack, where no vector may depend on later tokens, `max_length`.
-        trained_length: T of "dynamic"; None takes the longest input that the host's own positions were made for.
+        bases: several bases instead of `base` (multi-scale). Each has an equal part of the width, with the formula for it.
+        frequencies: "fixed"; "learned", ω_i·exp(w_i) with the ω_i of the formula and trained w_i, initially 0; or "dynamic",
+            ω_i·(T/n)^(i/(m-1)) in a text of n > T tokens. Of a base's m frequencies, the highest doesn't change, and the lowest
+            covers in n tokens the angle that it covered in T (dynamic NTK, https://arxiv.org/abs/2309.00071, section 3). n is
+            the text's last position + 1, without padding. In decoders, where vectors can't depend on later tokens, n is
+            `max_length`.
+        trained_length: T for "dynamic". None uses the maximum length of the model's original positions.
     """
 
     title = "Sinusoidal position embeddings"
@@ -42,18 +43,18 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         super().__init__(geometry, **options)
         pairs, dynamic = (geometry.hidden_size + 1) // 2, self.frequencies == "dynamic"
         if self.bases and self.base != type(self).base:
-            raise ValueError(f"sinusoidal.base={self.base:g} and sinusoidal.bases={self.bases} contradict each other: give one")
+            raise ValueError(f"sinusoidal.base={self.base:g} and sinusoidal.bases={self.bases} are both set. Set only one.")
         if self.bases is not None and not 0 < len(self.bases) <= pairs:
-            raise ValueError(f"sinusoidal.bases={self.bases}: hidden_size={geometry.hidden_size} has room for 1 to {pairs}")
+            raise ValueError(f"sinusoidal.bases={self.bases}: hidden_size={geometry.hidden_size} allows 1 to {pairs} bases.")
         if self.trained_length and not dynamic:
             raise ValueError(
-                f"sinusoidal.trained_length={self.trained_length} has no use with frequencies={self.frequencies!r}: leave it "
-                "out, or take 'dynamic'"
+                f"sinusoidal.trained_length={self.trained_length} has no effect with frequencies={self.frequencies!r}. Omit "
+                "it, or use 'dynamic'."
             )
         self._trained = self.trained_length or geometry.trained_length or 0
         if dynamic and (self._trained < 2 or (geometry.is_causal and geometry.max_length is None)):
-            missing = "max_length, by which it goes in a causal stack" if self._trained > 1 else "trained_length, above 1"
-            raise ValueError(f"sinusoidal.frequencies='dynamic' needs {missing}: give it, or take 'fixed' frequencies")
+            missing = "max_length in a decoder" if self._trained > 1 else "trained_length, above 1"
+            raise ValueError(f"sinusoidal.frequencies='dynamic' needs {missing}. Set it, or use 'fixed' frequencies.")
         if self.scale == "learned":
             self.factor = nn.Parameter(torch.empty(()))
         if self.frequencies == "learned":
@@ -78,7 +79,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         return table if self.scale == 1 else table * self.scale
 
     def _frequencies(self, positions: Tensor) -> Tensor:
-        """Radians per position, `[D/2]` or, of these texts, `[..., 1, D/2]`, float64."""
+        """Radians per position, float64: `[D/2]`, or `[..., 1, D/2]` if they differ between texts."""
         bases, size, device = self.bases or (self.base,), self.geometry.hidden_size, positions.device
         ends = [*((size + 1) // 2 * part // len(bases) * 2 for part in range(len(bases))), size]
         steps = [frequencies(end - start, base, device) for base, start, end in zip(bases, ends, ends[1:], strict=False)]
@@ -99,17 +100,17 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
     def shift_matrix(self, offset: int) -> Tensor:
         """M of shape `[D, D]`, float64, with PE(p + offset) = M · PE(p) for every p and every `scale`.
 
-        M consists of 2×2 rotations, one for each frequency. Raises ValueError for an odd D, whose last sine has no cosine
-        to be rotated with, and for "dynamic" frequencies, which are others in each text.
+        M consists of 2×2 rotations, one per frequency. Raises ValueError for an odd D, because the last sine has no cosine, and
+        for "dynamic" frequencies, because they differ between texts.
         """
         if self.frequencies == "dynamic":
             raise ValueError(
-                "frequencies='dynamic' has other frequencies, and so other shifts, for each length: only 'fixed' and 'learned' "
-                "ones can be shifted by one matrix"
+                "frequencies='dynamic' has no shift matrix, because the frequencies depend on the length. Use 'fixed' or "
+                "'learned' frequencies."
             )
         size = self.geometry.hidden_size
         if size % 2:
-            raise ValueError(f"hidden_size={size} is odd, so its last sine has no cosine: only an even one can be shifted")
+            raise ValueError(f"hidden_size={size} is odd, so the last sine has no cosine. It must be even for a shift matrix.")
         angles = offset * self._frequencies(torch.zeros(1)).detach()
         interleaved = self.layout == "interleaved"
         sines = torch.arange(0, size, 2) if interleaved else torch.arange(size // 2)
@@ -132,7 +133,7 @@ def sinusoids(positions: Tensor, size: int, base: float, layout: str = "interlea
 
 
 def waves(positions: Tensor, steps: Tensor, size: int, layout: str) -> Tensor:
-    """The same for these radians per position, `[..., 1 or L, ceil(size/2)]`."""
+    """`sinusoids` for given radians per position, `[..., 1 or L, ceil(size/2)]`."""
     angles = positions.to(torch.float64)[..., None] * steps
     sines, cosines = angles.sin(), angles.cos()
     if layout == "concatenated":

@@ -11,17 +11,17 @@ from hf_posenc.encodings.sinusoidal import sinusoids
 
 
 class Sinusoidal2D(PositionEncoding, type="sinusoidal_2d"):
-    """PE(r, c) = (PE_1(r), PE_2(c)): half of the width for the row of a patch, half for its column, each a sinusoidal embedding
-    of that width (Parmar et al., 2018, section 3.3; as in DETR, MoCo v3, MAE).
+    """PE(r, c) = (PE_1(r), PE_2(c)): sinusoidal embeddings of the row and the column of a patch, each with half of the width
+    (Parmar et al., 2018, section 3.3; as in DETR, MoCo v3, MAE).
 
-    `[..., L, 2]`, rows and columns counted from 0, -> `[..., L, D]`. Computed in float64 and cast last: no table, grids of any
-    size. Of an odd D the half in front has one number more. Class and register tokens get zeros.
+    Shapes: `[..., L, 2]`, rows and columns counted from 0, -> `[..., L, D]`. Vectors are computed in float64 and cast last.
+    Grids can have any size. If D is odd, the first half has one number more. Class and register tokens get zeros.
 
     Options:
-        base: the wavelengths of each half grow from 2π to base^((D-4)/D)·2π.
-        layout: "interleaved" (sine on even, cosine on odd columns of each half, as in DETR) or "concatenated" (all sines, then
+        base: the wavelengths of each half increase from 2π to base^((D-4)/D)·2π.
+        layout: "interleaved" (sine in even, cosine in odd columns of each half, as in DETR) or "concatenated" (all sines, then
             all cosines, as in MAE).
-        first: which half is in front, that of the "row" (DETR) or of the "column" (MAE's own code).
+        first: the first half, "row" (DETR) or "column" (MAE's code).
     """
 
     title = "Sinusoidal embeddings of rows and columns"
@@ -36,8 +36,8 @@ class Sinusoidal2D(PositionEncoding, type="sinusoidal_2d"):
         super().__init__(geometry, **options)
         if geometry.hidden_size < 4:
             raise ValueError(
-                f"'sinusoidal_2d' has a sine and a cosine of the row and of the column, and this host's hidden_size is "
-                f"{geometry.hidden_size}: it takes 4 or more"
+                f"'sinusoidal_2d' needs a hidden_size of at least 4, for a sine and a cosine of the row and of the column, but "
+                f"this model's hidden_size is {geometry.hidden_size}. Choose another encoding."
             )
 
     def embed(self, positions: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from hf_posenc.encodings.options import GreaterThan
 class T5(PositionEncoding, type="t5"):
     """bias[h, i, j] = weight[bucket(j - i), h], added to the scaled scores (Raffel et al., 2020, section 2.1).
 
-    Half of the buckets hold one distance each; the others grow logarithmically up to max_distance, beyond which all
-    distances share the last one. In encoders, half of all buckets are for keys before the query and half for keys after
-    it; causal stacks use all of them for keys before it. Any length.
+    Half of the buckets hold one distance each. The others grow logarithmically up to max_distance, and all greater distances
+    share the last bucket. In encoders, half of all buckets are for keys before the query and half for keys after it. Decoders
+    use all buckets for keys before the query. There is no length limit.
 
     Options:
-        num_buckets: total number over both directions; a multiple of 4.
-        max_distance: start of the last bucket; above num_buckets.
+        num_buckets: total number in both directions. A multiple of 4.
+        max_distance: start of the last bucket. Above num_buckets.
     """
 
     title = "T5's relative position bias"
@@ -32,8 +32,8 @@ class T5(PositionEncoding, type="t5"):
         super().__init__(geometry, **options)
         if self.num_buckets % 4 or self.max_distance <= self.num_buckets:
             raise ValueError(
-                f"t5.num_buckets={self.num_buckets}, t5.max_distance={self.max_distance}: allowed is a multiple of 4, and a "
-                "distance above it"
+                f"t5.num_buckets={self.num_buckets}, t5.max_distance={self.max_distance} isn't valid. num_buckets must be a "
+                "multiple of 4, and max_distance must be above it."
             )
         self.weight = nn.Parameter(torch.empty(self.num_buckets, geometry.num_attention_heads))
         self.reset_parameters()
@@ -57,7 +57,7 @@ class T5(PositionEncoding, type="t5"):
             buckets = self.num_buckets // 2
             offset, steps = (distance > 0).long() * buckets, distance.abs()
         exact = buckets // 2
-        # float32 and truncation as in T5, for the same buckets as its trained weights.
+        # float32 and truncation give the same buckets as in T5.
         ratio = torch.log(steps.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = exact + (ratio * (buckets - exact)).long()
         return offset + torch.where(steps < exact, steps, far.clamp(max=buckets - 1))

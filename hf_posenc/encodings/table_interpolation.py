@@ -1,6 +1,6 @@
-"""A learned table made longer without training: rows for more positions than it was trained with.
+"""Extends learned position embeddings to more positions without training.
 
-Shapes: N rows, M rows of the longer table, D hidden_size. Positions count from 0.
+Shapes: N rows, M rows of the extended table, D hidden_size. Positions count from 0.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from hf_posenc.encodings.options import check_size, did_you_mean, quoted, short_
 
 LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST = "linear", "cubic", "tiled", "recurrent", "grouped", "keep_first"
 STATIC = (LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST)
-"""The methods by which `stretched` makes a table longer."""
+"""The methods of `interpolate_table`."""
 DYNAMIC = "dynamic"
-"""The method by which positions are stretched to the length of each text, and short texts keep theirs."""
+"""The method that interpolates positions by the length of each text. Short texts keep their positions."""
 KEPT = 20
-"""The rows that "keep_first" keeps unless it is told otherwise, as Long-CLIP does."""
+"""The default number of rows that "keep_first" keeps, as in Long-CLIP."""
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What `extend` was asked for.
+    """The arguments of `extend`.
 
     method: its name.
-    before, after: the longest input in tokens that positions were made for, and the new one.
-    settings: what was given besides, by name.
+    before, after: the current and the new maximum length in tokens.
+    settings: further arguments by name.
     """
 
     method: str
@@ -36,35 +36,36 @@ class Extension:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_other_settings(self, *allowed: str) -> None:
-        """Raises ValueError for a setting that this method doesn't take."""
+        """Raises ValueError for a setting that the method doesn't have."""
         for name, value in self.settings.items():
             if name not in allowed:
                 raise ValueError(
-                    f"{name}={short_repr(value)}{did_you_mean(name, allowed)}: extend with method={self.method!r} takes "
-                    f"{quoted(allowed) or 'no setting'} here; leave it out"
+                    f"{name}={short_repr(value)}{did_you_mean(name, allowed)} isn't a setting of extend with "
+                    f"method={self.method!r}. Its settings: {quoted(allowed) or 'none'}. Omit {name}."
                 )
 
     def interpolate_table(self, table: Tensor) -> Tensor:
-        """A table `[before, D]` made `[after, D]` by this method. Raises ValueError for a setting that it doesn't take."""
+        """Extends a table `[before, D]` to `[after, D]`. Raises ValueError for a setting that the method doesn't have."""
         self.refuse_other_settings(*(("keep",) if self.method == KEEP_FIRST else ()))
         keep = self.settings.get("keep", min(KEPT, len(table) - 1) if self.method == KEEP_FIRST else 0)
         if type(keep) is not int or not 0 <= keep < len(table):
-            raise ValueError(f"keep={short_repr(keep)}: allowed is a number of rows from 0 to {len(table) - 1}")
+            raise ValueError(f"keep={short_repr(keep)} isn't valid. It must be an integer from 0 to {len(table) - 1}.")
         check_size(f"max_length={self.after} at {table.shape[1]} features", self.after * table.shape[1])
         return interpolate_table(table, self.after, self.method, keep)
 
 
 def interpolate_table(table: Tensor, length: int, method: str, keep: int = 0) -> Tensor:
-    """A table `[N, D]` made `[M, D]`, M = `length` and no less than N, in its dtype; computed in float64.
+    """Extends a table `[N, D]` to `[M, D]`, M = `length` ≥ N, in the same dtype. Computed in float64.
 
-    "linear"      row p is the table at x = p(N - 1)/(M - 1), between two rows their mean by distance: both ends stay
+    "linear"      row p is interpolated linearly at x = p(N - 1)/(M - 1), so both ends stay the same
                   (https://arxiv.org/abs/2306.15595, for positions).
-    "cubic"       the same x, by cubic convolution of four rows (Keys, 1981, a = -3/4, as torch's "bicubic", by which Vision
-                  Transformers are made larger); beyond an end its row is repeated.
-    "tiled"       row p mod N: copies behind one another (https://arxiv.org/abs/2004.05150, section 5). "recurrent" is its name
-                  in https://arxiv.org/abs/2404.12096.
-    "grouped"     row floor(p / s), s = ceil(M/N): s neighbours share a row (https://arxiv.org/abs/2404.12096).
-    "keep_first"  the first `keep` rows as they are, the others stretched as in "linear" (https://arxiv.org/abs/2403.15378).
+    "cubic"       the same x, with cubic convolution of four rows (Keys, 1981, a = -3/4, as in torch's "bicubic", which enlarges
+                  Vision Transformers). The first and the last row are repeated beyond the ends.
+    "tiled"       row p mod N: consecutive copies (https://arxiv.org/abs/2004.05150, section 5), called "recurrent" in
+                  https://arxiv.org/abs/2404.12096.
+    "grouped"     row floor(p / s), s = ceil(M/N): s adjacent positions share a row (https://arxiv.org/abs/2404.12096).
+    "keep_first"  the first `keep` rows stay the same, and the others are interpolated as in "linear"
+                  (https://arxiv.org/abs/2403.15378).
     """
     rows = len(table)
     position = torch.arange(length, device=table.device)
@@ -82,8 +83,9 @@ def interpolate_table(table: Tensor, length: int, method: str, keep: int = 0) ->
 
 
 def fractions(position: Tensor, rows: int, length: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Where positions of a text of `length` tokens lie in a table of so many rows, both ends on its ends: the row below, and
-    the part of the way from there to the next, float64. Exact where they lie on a row."""
+    """The row below each position of a text of `length` tokens, and the fraction of the way to the next row, float64.
+
+    Positions are scaled so that the first and the last fall on the ends of the table. Fractions are exact on rows."""
     spaces = torch.as_tensor(length, device=position.device).sub(1).clamp(min=1)
     steps = position * (rows - 1)
     return steps // spaces, (steps % spaces).double() / spaces

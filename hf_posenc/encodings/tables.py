@@ -1,4 +1,4 @@
-"""A table of vectors which an encoding reads by row: trained, rounded to int8, or left in its file.
+"""A table of vectors that an encoding reads by row: trained, int8, or memory-mapped.
 
 Shapes: N rows, D hidden_size.
 """
@@ -21,9 +21,9 @@ class Rows(PositionEncoding):
     """An encoding with one table `[N, D]`, in one of three storages.
 
     Options:
-        storage: "float32": `weight`, trained. "int8": `values` and a step for each row, frozen. "memory-mapped": the rows of a
-            file, frozen.
-        file: of "memory-mapped", once, for a new model.
+        storage: "float32": `weight`, trained. "int8": `values` and a step per row, frozen. "memory-mapped": the rows of a file,
+            frozen.
+        file: for "memory-mapped", once, in a new model.
     """
 
     storage: Literal["float32", "int8", "memory-mapped"] = "float32"
@@ -34,12 +34,12 @@ class Rows(PositionEncoding):
         steps: Tensor
 
     def allocate(self, rows: int, size: int) -> None:
-        """Make the table, without values; a file is opened."""
+        """Create the table without values, and open the file, if any."""
         self.shape = rows, size
         if self.file is not None and self.storage != MAPPED:
             raise ValueError(
-                f"{self.type}.file={str(self.file)!r} with storage={self.storage!r}: a file is mapped, "
-                "storage='memory-mapped'; leave file out for a table in memory"
+                f"{self.type}.file={str(self.file)!r} requires storage='memory-mapped', but storage={self.storage!r}. Omit "
+                "file to keep the position embeddings in memory."
             )
         if self.storage == "float32":
             self.weight = nn.Parameter(torch.empty(self.shape))
@@ -49,7 +49,7 @@ class Rows(PositionEncoding):
         self.table = None if self.file is None else self._fitting(StoredTensor(self.file, self._only_name(self.file)))
 
     def write(self, start: int, rows: Tensor) -> None:
-        """Put rows into the table, from row `start` on."""
+        """Write rows to the table, starting at row `start`."""
         place = slice(start, start + len(rows))
         with torch.no_grad():
             if self.storage == "int8":
@@ -67,15 +67,15 @@ class Rows(PositionEncoding):
         return F.embedding(indices, self.weight)
 
     def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
-        """A memory-mapped table from the model's own file; rows of int8 from a table that was trained."""
+        """Opens a memory-mapped table in the model's own file, or returns int8 values from a trained table."""
         if self.storage == "float32" or (self.storage == "int8" and not self.values.is_meta):
             return {}
         stored = find("weight")
         if self.storage == MAPPED:
             if stored is None:
                 raise ValueError(
-                    f"{self.type}.storage={MAPPED!r}: this checkpoint has no 'posenc.weight' in its files, so its table is "
-                    "missing: load it with the storage that it was saved with"
+                    f"{self.type}.storage={MAPPED!r} needs position embeddings in the checkpoint, but its files have no "
+                    "'posenc.weight'. Load it with the storage that it was saved with."
                 )
             self.table = self._fitting(stored)
         if self.storage == MAPPED or stored is None:
@@ -94,8 +94,8 @@ class Rows(PositionEncoding):
     def _stored(self) -> StoredTensor:
         if self.table is None:
             raise ValueError(
-                f"{self.type}.storage='memory-mapped' needs the file of its table: give file='…', a safetensors file with one "
-                f"tensor {[*self.shape]}; or load a model that was saved with one by from_pretrained"
+                f"{self.type}.storage='memory-mapped' needs a file with its position embeddings. Set file='…', a safetensors "
+                f"file with one tensor {[*self.shape]}, or load a saved model with from_pretrained."
             )
         return self.table
 
@@ -103,21 +103,21 @@ class Rows(PositionEncoding):
         names = tensor_names(file)
         if len(names) != 1:
             raise ValueError(
-                f"{self.type}.file={str(file)!r} has {len(names)} tensors: give a file with one, the table; "
-                "safetensors.torch.save_file({'weight': table}, path) writes it"
+                f"{self.type}.file={str(file)!r} has {len(names)} tensors, but must have only the position embeddings. Write "
+                "it with safetensors.torch.save_file({'weight': table}, path)."
             )
         return names[0]
 
     def _fitting(self, table: StoredTensor) -> StoredTensor:
         if table.shape != self.shape:
             raise ValueError(
-                f"the table in {table.path} is {[*table.shape]}, and {[*self.shape]} is needed, max_length and hidden_size: "
-                f"give max_length={table.shape[0]}, or another table"
+                f"The position embeddings in {table.path} are {[*table.shape]}, but must be {[*self.shape]} (max_length and "
+                f"hidden_size). Set max_length={table.shape[0]}, or use another file."
             )
         return table
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Casts of a model leave the steps in float32."""
+        """Keeps the steps in float32 when a model is cast."""
         steps = self._buffers.get("steps")
         super()._apply(fn, recurse)
         if steps is not None and self.steps.dtype != steps.dtype:
@@ -131,13 +131,13 @@ class Rows(PositionEncoding):
             destination[f"{prefix}weight"] = self.table.tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A memory-mapped table is never written to: the one that is given has to be the same."""
+        """Reports an error if the given table differs from the memory-mapped table, which is never written."""
         key = f"{prefix}weight"
         if self.table is None or key not in state_dict:
             return super()._load_from_state_dict(state_dict, prefix, *args)
         given, errors = state_dict[key], args[-1]
         same = given.shape == self.shape and all(given[place].equal(rows) for place, rows in self.table.blocks())
         if not same:
-            errors.append(f"{key} is another table than the memory-mapped one, which is frozen: load it with from_pretrained")
+            errors.append(f"{key} differs from the memory-mapped table, which is frozen. Load it with from_pretrained.")
         others = {name: value for name, value in state_dict.items() if name != key}
         return super()._load_from_state_dict(others, prefix, *args)

@@ -14,12 +14,12 @@ from hf_posenc.encodings.options import GreaterThan
 class TransformerXL(PositionEncoding, type="transformer_xl"):
     """scores[h, i, j] = ((q_i + u_h) · k_j + (q_i + v_h) · W_h R_(i-j)) · scaling (Dai et al., 2019, section 3.3).
 
-    R_p = [sin(p ω_0), sin(p ω_1), …, cos(p ω_0), cos(p ω_1), …] with ω_n = base^(-2n / D), D the hidden size, or one less where
-    that is odd. Each layer has its own W (`weight`, `[H, E, D]`), u and v (`content` and `position`, `[H, E]`). The paper's
-    model is causal; in encoders i - j is negative for keys behind the query. Any length.
+    R_p = [sin(p ω_0), sin(p ω_1), …, cos(p ω_0), cos(p ω_1), …] with ω_n = base^(-2n / D), D the hidden size, minus one if it
+    is odd. Each layer has its own W (`weight`, `[H, E, D]`), u, and v (`content` and `position`, `[H, E]`). The paper's model
+    is causal. In encoders, i - j is negative for keys after the query. There is no length limit.
 
     Options:
-        base: of the frequencies.
+        base: the base of the frequencies.
     """
 
     title = "Transformer-XL's relative positions"
@@ -44,28 +44,28 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         weight, content, position = (each.to(query.dtype) for each in (self.weight, self.content, self.position))
         query = query + position[:, None]
-        # A single query needs the vectors of as many distances as there are keys; its own product with W costs less.
+        # A single query needs one vector per key, and its product with W is cheaper.
         by_distance = self._by_distance if context.is_contiguous and query.shape[2] > 1 else self._by_position
         bias = by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3))
         return bias * context.scaling
 
     def _by_distance(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
-        """q · W R, `[B, H, Q, K]`, from one vector W R for each distance of consecutive tokens."""
+        """q · W R, `[B, H, Q, K]`, from one vector W R per distance of contiguous tokens."""
         queries, first = query.shape[2], context.first_key
 
         def compute() -> Tensor:
-            # Those of a column more than there are, for the shape below.
+            # One column more than there are keys, for the shape below.
             distance = torch.arange(1 - queries, keys + 1, device=query.device) + (first - context.past)
             return torch.cat(self._waves(-distance), dim=-1)
 
         vectors = self._once("distances", compute, context).to(query.dtype) @ weight.transpose(1, 2)
-        products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K], of which query i's keys begin at column Q - 1 - i
+        products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K]: the keys of query i start at column Q - 1 - i
         width = queries + keys - 1
         rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
         return rows[..., :keys]
 
     def _by_position(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
-        """The same for any positions: Wᵀq turned by the query's angles, times sines and cosines of the key's."""
+        """q · W R for any positions: Wᵀq rotated by the query's angles, times sines and cosines of the key's angles."""
 
         def compute() -> tuple[Tensor, ...]:
             return *self._waves(context.positions), torch.cat(self._waves(context.key_positions(keys)), dim=-1)
@@ -76,7 +76,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
         return torch.cat(turned, dim=-1) @ waves.transpose(2, 3)
 
     def _once(self, what: str, compute: Callable[[], Any], context: PositionContext) -> Any:
-        """Computed once for all layers, unless they may hold different keys."""
+        """The result of `compute`, evaluated once for all layers unless they may hold different keys."""
         return compute() if context.first_keys else context.cached((self.type, self.base, what), compute)
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,19 +9,19 @@ from hf_posenc.encodings.context import PositionContext
 
 
 class TUPE(PositionEncoding, type="tupe"):
-    """bias[h, i, j] = (p_i U_Q[h]) · (p_j U_K[h]) / √(2E), added to the scaled scores: positions correlate with positions
-    alone, by a table p `[max_length, D]` and projections U of their own (Ke et al., 2021, equation 7). All layers share them.
+    """bias[h, i, j] = (p_i U_Q[h]) · (p_j U_K[h]) / √(2E), added to the scaled scores: positions interact only with positions,
+    through position embeddings p `[max_length, D]` and separate projections U, shared by all layers (Ke et al., 2021, eq. 7).
 
-    The paper divides the products of contents by √(2E), too, in place of √E; here a host's own scaling stays as it was trained.
-    The authors' code normalizes p (LayerNorm) before it is projected; here, as in the paper, p is taken as it is. p starts from
-    N(0, 1) and U from N(0, 1/4D), so that biases begin with a standard deviation of about 0.2. TUPE-R, the paper's variant with
+    The paper also divides the products of token content by √(2E) instead of √E. Here the model's scaling doesn't change. The
+    authors' code normalizes p (LayerNorm) before the projection. Here, as in the paper, it doesn't. p starts from N(0, 1) and U
+    from N(0, 1/4D), so that the initial biases have a standard deviation of about 0.2. TUPE-R, the paper's variant with
     relative positions, is the composition "tupe+t5".
 
     Options:
-        untie_cls: position 0 is taken for [CLS], whose place means nothing: all scores of its query get theta[0, h] in place
-            of the products, and those of the other queries with its key theta[1, h] (the paper's section 3.2). In a
-            composition the other part's bias stays there, where the paper replaces it, too. For hosts whose texts begin with
-            [CLS]: the class token of an image has no position here, and a bias of 0 without this option.
+        untie_cls: treats position 0 as [CLS], which has no meaningful position. All scores of its query get theta[0, h] instead
+            of the products, and the scores of other queries with its key get theta[1, h] (section 3.2). In a composition, the
+            paper also replaces the bias of the other part, and here it stays. For models whose texts start with [CLS]. The
+            class token of an image has no position here, and a bias of 0 without this option.
     """
 
     title = "Untied positional encoding"
@@ -32,7 +32,7 @@ class TUPE(PositionEncoding, type="tupe"):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        assert geometry.max_length is not None  # as `needs_max_length` says
+        assert geometry.max_length is not None  # see `needs_max_length`
         rows, size, heads = geometry.max_length, geometry.hidden_size, geometry.num_attention_heads
         self.weight = nn.Parameter(torch.empty(rows, size))
         self.query_weight, self.key_weight = (nn.Parameter(torch.empty(heads * geometry.head_dim, size)) for _ in range(2))
@@ -55,18 +55,22 @@ class TUPE(PositionEncoding, type="tupe"):
         keys = key.shape[2]
         if self.is_trained() or self.per_layer:
             return self._bias(keys, context)
-        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        known = (
+            self,
+            context.first_key,
+            None if torch.compiler.is_compiling() else keys,
+        )  # traced sizes aren't distinguished
         return context.cached(known, lambda: self._bias(keys, context))
 
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
-        """`[1 or B, H, Q, K]`."""
+        """The bias, `[1 or B, H, Q, K]`."""
         here, there = context.positions, context.key_positions(keys)
         self._check(here, there, context)
-        # Keys beyond the table are padding, which the mask hides.
+        # Keys beyond the table are padding, hidden by the mask.
         places = there.clamp(0, len(self.weight) - 1)
         queries = self._projected(here, self.query_weight)
         if here.shape[1] == 1:
-            # Behind a cache all keys would be projected for one query; this multiplies the query by the projection instead.
+            # With a cache, all keys would be projected for one query. Multiplying the query by the projection is cheaper.
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, 1, D]
             products = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
         else:
@@ -80,7 +84,7 @@ class TUPE(PositionEncoding, type="tupe"):
 
     def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
         """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
-        # A traced graph is for all lengths.
+        # A traced graph must support all lengths.
         if torch.compiler.is_compiling() or positions.numel() < len(self.weight):
             vectors = F.linear(F.embedding(positions, self.weight), projection)
         else:
@@ -90,13 +94,13 @@ class TUPE(PositionEncoding, type="tupe"):
     def _check(self, here: Tensor, there: Tensor, context: PositionContext) -> None:
         """Raises ValueError for positions of queries, or of keys, beyond the table."""
         rows, high = len(self.weight), 0
-        # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
+        # Reading values would synchronize a GPU and break a traced graph. Only shapes are checked there.
         if here.device.type == "cpu" and not torch.compiler.is_compiling():
             high = max((int(each.max()) for each in (here, there) if each.numel()), default=0)
         elif context.is_contiguous or context.length_positions is not None:
             high = there.shape[1] - 1
         if high >= rows:
             raise ValueError(
-                f"positions up to {high} don't fit the {rows} rows of 'tupe': give a shorter input, or position_ids below "
-                "that, or patch the stock model with a larger max_length and train that"
+                f"Positions up to {high} don't fit the {rows} position embeddings of 'tupe'. Pass shorter inputs or smaller "
+                "position_ids, or patch the original model with a larger max_length and train it."
             )

@@ -16,28 +16,28 @@ from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
 HEADROOM = 256.0
-"""What is left of a dtype's range at the last position: features of queries down to 1/256 keep all digits, and the products
-of queries with later keys, which a mask hides, are finite up to about 1000."""
+"""Remaining range of a dtype at the last position. Query features down to 1/256 keep full precision, and products of queries
+with later, masked keys are finite up to about 1,000."""
 
 
 class XPos(PositionEncoding, type="xpos"):
     """Pair i of E/2 features at position p is rotated by p·theta^(-2i/E), and scaled by zeta_i^(p/scale_base) in queries and by
-    its inverse in keys, with zeta_i = (2i/E + gamma)/(1 + gamma): its part of a score shrinks by zeta_i^(distance/scale_base),
-    the part of fast rotations most (Sun et al., 2022, section 3).
+    the inverse in keys, with zeta_i = (2i/E + gamma)/(1 + gamma). Its part of a score decays by zeta_i^(distance/scale_base),
+    fastest for high frequencies (Sun et al., 2022, section 3).
 
-    For decoders, where no key is ahead of its query. The paper counts positions from the middle of a text, which leaves scores
-    the same; here they count from its start, so that keys in a cache hold for any length.
+    For decoders only, where no key is after its query. The paper counts positions from the middle of a text, which gives the
+    same scores. Here they count from its start, so that cached keys are valid at any length.
 
-    Factors grow with positions. Positions are refused where the factors would leave the range of the states' dtype: by default
-    above 33,427 in float32 and bfloat16, above 1,699 in float16. On a GPU, where reading positions would wait for it, the
-    number of tokens counts, padding included; position ids that jump give NaN there. In half precision the scaling is computed
-    in float32. Angles and factors are float64, cast last.
+    Factors grow with positions. Positions raise a ValueError if the factors would exceed the range of the states' dtype: by
+    default above 33,427 in float32 and bfloat16, and above 1,699 in float16. On a GPU, where reading positions would wait for
+    it, the number of tokens counts, including padding. Larger explicit `position_ids` give NaN there. In half precision, the
+    scaling is computed in float32. Angles and factors are computed in float64 and cast last.
 
     Options:
         theta: the base of the frequencies.
         layout: which features form a pair, "half" (i and i + E/2) or "interleaved" (2i and 2i + 1, as in the authors' code).
-        gamma: a larger one shrinks scores less.
-        scale_base: the distance over which a score's pair i shrinks by zeta_i.
+        gamma: larger values give less decay.
+        scale_base: the distance over which pair i of a score decays by zeta_i.
     """
 
     title = "xPos, rotary positions with exponential decay"
@@ -54,22 +54,21 @@ class XPos(PositionEncoding, type="xpos"):
         super().__init__(geometry, **options)
         if geometry.head_dim % 2:
             raise ValueError(
-                f"{self.type!r} turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
-                "choose an encoding which embeds or biases, or rope, which can rotate a part of them"
+                f"{self.type!r} rotates pairs of features, but this model's head_dim is {geometry.head_dim}, an odd number. "
+                "Choose an additive encoding, a bias, or rope, which can rotate a fraction of the features."
             )
 
         if geometry.max_length is not None and geometry.max_length - 1 > (last := self._last(torch.float32)):
             raise ValueError(
-                f"max_length={geometry.max_length}: {self.type!r} with scale_base={self.scale_base} and gamma={self.gamma} "
-                f"goes up to position {last} in float32 and bfloat16: give a smaller one, or a larger scale_base"
+                f"max_length={geometry.max_length} is too large: {self.type!r} with scale_base={self.scale_base} and "
+                f"gamma={self.gamma} supports positions up to {last} in float32 and bfloat16. Use a smaller max_length or a "
+                "larger scale_base."
             )
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
         if "score_bias" in other.mechanisms() and other.reads_content:
-            return (
-                f"{cls.type!r} scales queries and keys by their positions, and so would scale what {other.type!r} makes of each"
-            )
+            return f"{cls.type!r} scales queries and keys by their positions, which would change the bias of {other.type!r}"
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
@@ -79,7 +78,7 @@ class XPos(PositionEncoding, type="xpos"):
         return frequencies(self.geometry.head_dim, self.theta)
 
     def _rotated(self, states: Tensor | None, context: PositionContext, sign: int) -> Tensor | None:
-        """Rotated and scaled by zeta^(sign·p/scale_base)."""
+        """States rotated and scaled by zeta^(sign·p/scale_base)."""
         if states is None:
             return None
         dtype = torch.promote_types(states.dtype, torch.float32)
@@ -115,8 +114,8 @@ class XPos(PositionEncoding, type="xpos"):
         farthest = int(positions.max()) if positions.device.type == "cpu" else past + positions.shape[1] - 1
         if farthest > (last := self._last(dtype)):
             raise ValueError(
-                f"position {farthest} is beyond {last}, the last one whose factors {self.type!r} can represent in {dtype} with "
-                f"scale_base={self.scale_base} and gamma={self.gamma}: give shorter inputs"
-                + (", or run the model in bfloat16 or float32" if dtype == torch.float16 else "")
-                + ", or train with a larger scale_base"
+                f"Position {farthest} is beyond {last}, the last position that {self.type!r} can represent in {dtype} with "
+                f"scale_base={self.scale_base} and gamma={self.gamma}. Pass shorter inputs"
+                + (", run the model in bfloat16 or float32" if dtype == torch.float16 else "")
+                + ", or train with a larger scale_base."
             )

@@ -100,10 +100,12 @@ def ranked(similarity: Tensor, right: Sequence[int] | None = None, groups: Seque
         shown = f"shape {[*similarity.shape]}" if isinstance(similarity, Tensor) else f"type {type(similarity).__name__}"
         raise ValueError(f"similarity has {shown}. Pass a tensor of real numbers, [queries, documents], one or more of each.")
     if not similarity.isfinite().all():
-        raise ValueError("the similarities hold NaN or infinite values. Check the model's outputs.")
+        raise ValueError("The similarities contain NaN or infinite values. Check the model's outputs.")
     count, documents = similarity.shape
     if right is None and count != documents:
-        raise ValueError(f"{count} queries and {documents} documents: give `right`, the index of each query's document")
+        raise ValueError(
+            f"{count} queries and {documents} documents don't match. Pass `right`, the index of each query's document."
+        )
     values = similarity.detach().double().cpu().numpy()
     targets = np.arange(count) if right is None else _one_each("right", right, count)
     if right is not None:
@@ -132,7 +134,7 @@ def _one_each(name: str, given: Any, count: int) -> np.ndarray:
 def joined(parts: Sequence[Ranks]) -> Ranks:
     """The ranks of several sets of queries together."""
     if not parts:
-        raise ValueError("there are no ranks to join. Pass one set of queries or more.")
+        raise ValueError("There are no ranks to join. Pass one set of queries or more.")
     names = ("hits", "reciprocals", "groups")
     return Ranks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -148,9 +150,12 @@ def paired(ranks: Ranks, baseline: Ranks, metric: str = "mrr") -> Difference:
     """How much better (above 0) or worse than the baseline, by "mrr" or "recall_at_1", over the same queries."""
     names = {"mrr": "reciprocals", "recall_at_1": "hits"}
     if metric not in names:
-        raise ValueError(f"metric={metric!r}: allowed are {', '.join(names)}")
+        raise ValueError(f"metric={metric!r} isn't a metric. Choose one of {', '.join(names)}.")
     if not np.array_equal(ranks.groups, baseline.groups):
-        raise ValueError(f"{len(ranks.groups)} and {len(baseline.groups)} queries, or other groups: compare the same queries")
+        raise ValueError(
+            f"{len(ranks.groups)} and {len(baseline.groups)} queries, or different groups, can't be paired. Use the same "
+            "queries."
+        )
     values, others = getattr(ranks, names[metric]), getattr(baseline, names[metric])
     return Difference(*difference(values, others, ranks.groups), len(values))
 
@@ -158,7 +163,7 @@ def paired(ranks: Ranks, baseline: Ranks, metric: str = "mrr") -> Difference:
 def student(freedom: int) -> float:
     """The 97.5% quantile of Student's t, to 0.1%: Abramowitz and Stegun, 26.7.5; exact for 1 and 2 degrees of freedom."""
     if freedom < 1:
-        raise ValueError(f"freedom={freedom}: an interval needs two observations or more")
+        raise ValueError(f"freedom={freedom} is too small, because an interval needs two or more observations.")
     if freedom <= 2:
         return math.tan(0.475 * math.pi) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z = NormalDist().inv_cdf(0.975)
@@ -178,7 +183,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     Raises ValueError for fewer than two values, and for values that aren't finite.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
-        raise ValueError(f"the values are {[*values]}. An interval needs two finite numbers or more.")
+        raise ValueError(f"The values are {[*values]}. An interval needs two finite numbers or more.")
     return fmean(values), student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
@@ -200,7 +205,7 @@ def share(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
     """
     center, errors = _errors(values, groups)
     if np.min(values) < 0 or np.max(values) > 1:
-        raise ValueError(f"the values reach from {np.min(values)} to {np.max(values)}. Allowed are values from 0 to 1.")
+        raise ValueError(f"The values range from {np.min(values)} to {np.max(values)}, but must be between 0 and 1.")
     variance = _variance(errors)
     if not variance:
         return center, _without_variance(center, len(errors), (0.0, 1.0))
@@ -237,7 +242,7 @@ def _errors(values: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
     if values.ndim != 1 or np.shape(groups) != values.shape or not values.size:
         raise ValueError(f"{[*values.shape]} values and {[*np.shape(groups)]} groups. Pass two 1-D arrays of one length.")
     if not np.isfinite(values).all():
-        raise ValueError("the values hold NaN or infinite numbers, which have no mean. Check the model's outputs.")
+        raise ValueError("The values contain NaN or infinity. Check the model's outputs.")
     _, number = np.unique(groups, return_inverse=True)
     center = values.mean()
     return float(center), np.bincount(number, weights=values - center) / len(values)

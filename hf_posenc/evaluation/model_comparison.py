@@ -59,8 +59,8 @@ def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> 
             where = f"from behind its first {behind} tokens" if behind else "taken out of it"
             return pairs, f"{len(pairs)} questions: a sentence {where} finds its text"
     raise ValueError(
-        f"of {len(texts)} texts {len(pairs)} have a sentence that could be a question, and {FEWEST} are needed to compare: "
-        "give more texts, or questions of your own (--queries), or leave the comparison out (--no-compare)"
+        f"Only {len(pairs)} of {len(texts)} texts have a sentence that can serve as a query, but the comparison needs "
+        f"{FEWEST}. Pass more texts or --queries, or omit the comparison (--no-compare)."
     )
 
 
@@ -70,7 +70,7 @@ def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None
     Raises ValueError without documents.
     """
     if not documents:
-        raise ValueError("there are no documents. Pass one or more.")
+        raise ValueError("There are no documents. Pass one or more.")
     sizes = sorted(len(offsets(embedder.tokenizer, document)) for document in documents)
     most, found = sizes[len(sizes) // 2], [SHORTEST]
     while found[-1] < most and (longest is None or 2 * found[-1] <= longest):
@@ -124,7 +124,7 @@ def _rows(
         for strategy in strategies_at(length):
             title = f"{strategy.name} at {length}"
             if strategy.name in ranks:
-                raise ValueError(f"two ways are named {strategy.name!r}. Give the models names that differ.")
+                raise ValueError(f"Two methods are named {strategy.name!r}. Use different names for the models.")
             try:
                 ranks[strategy.name] = metrics.ranked(strategy.similarity(queries, documents, title))
             except ValueError as error:

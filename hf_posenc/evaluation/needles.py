@@ -56,7 +56,7 @@ def needles(
     drawn = facts(candidates, choose)
     room = max(len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence, _ in drawn)
     if length - room <= tokenizer.num_special_tokens_to_add():
-        raise SystemExit(f"--lengths {length}: a fact takes up to {room} tokens here, which leaves none for a document")
+        raise SystemExit(f"--lengths {length} is too short, because a fact takes up to {room} tokens. Choose a larger length.")
     text = cut(tokenizer, haystack, length - room)
     places = offsets(tokenizer, text)
     wanted = places[int((part[0] + choose.random()) / part[1] * len(places))][0]

@@ -41,7 +41,7 @@ def passkeys(tokenizer: Any, length: int, part: float, count: int, seed: int) ->
     Raises ValueError where the length leaves no room for any filler.
     """
     if not 0 <= part <= 1:
-        raise ValueError(f"part={part}: allowed is a part of the filler, from 0 (in front of the key) to 1 (all of it)")
+        raise ValueError(f"part={part} must be a number from 0 (key at the start) to 1 (key at the end).")
     choose, keys = random.Random(f"{seed} {length} {part}"), dict[str, None]()
     while len(keys) < count:
         keys[drawn(choose)] = None
@@ -58,7 +58,8 @@ def passkey(tokenizer: Any, length: int, part: float, key: str) -> Passkey:
     filler, room = _ids(tokenizer, FILLER), length - len(task) - len(fact) - len(question) - len(answer)
     if room < 1:
         raise ValueError(
-            f"length={length}: task, key and question take {length - room} tokens, and filler has to be among them"
+            f"length={length} is too short, because the task, key, and question take {length - room} tokens. Choose a larger "
+            "length."
         )
     filling = filler * (room // len(filler) + 1)
     before, after = round(part * room), room - round(part * room)

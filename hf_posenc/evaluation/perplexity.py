@@ -49,7 +49,7 @@ class Perplexity:
 def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
     """The negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`: windows of `window` tokens at a stride of half."""
     if window < 2:
-        raise ValueError(f"window={window}: a window has 2 tokens or more")
+        raise ValueError(f"window={window} must be at least 2 tokens.")
     stride, found = window // 2, []
     starts = range(0, max(1, len(ids) - window + stride), stride)
     whole = [start for start in starts if start + window <= len(ids)]

@@ -44,7 +44,7 @@ def fill(page: Path, markers: tuple[str, str], text: str) -> None:
     head, begin, rest = page.read_text(encoding="utf-8").partition(markers[0])
     _, end, tail = rest.partition(markers[1])
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {markers[0]} and {markers[1]}, between which the tables would lie: add them")
+        raise ValueError(f"{page} has no lines {markers[0]} and {markers[1]} for the tables. Add them.")
     write_text(page, f"{head}{begin}\n\n{text}\n{end}{tail}")
 
 

@@ -69,7 +69,7 @@ def embed(
     rows = tokenizer(list(texts), **options)["input_ids"]
     sizes = [len(ids) for ids in rows]
     if not min(sizes):
-        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens, so it has no embedding. Leave it out.")
+        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens, so it has no embedding. Omit it.")
     check_known(tokenizer, rows)
     check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
     batches: list[list[int]] = [[]]
@@ -100,7 +100,7 @@ class Embedder:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, pool: Pool = mean) -> None:
         if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} doesn't tell where a token begins: a fast tokenizer is needed")
+            raise ValueError(f"{type(tokenizer).__name__} doesn't return the offsets of tokens. Use a fast tokenizer.")
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.limit = inspect(model).max_length
         self.kept: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ def strategies(name: str, embedder: Embedder, longest: int, window: int | None =
     limit, tokenizer = embedder.limit, embedder.tokenizer
     whole = limit is None or limit >= longest
     if window is not None and limit is not None and window > limit:
-        raise ValueError(f"window={window} for {name}, which takes {limit} tokens: give at most {limit}")
+        raise ValueError(f"window={window} is above the maximum length of {name}. Choose at most {limit}.")
     size = window or (None if whole else limit)
 
     def as_it_is(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
@@ -185,7 +185,7 @@ def max_content_tokens(tokenizer: Any, length: int) -> int:
     """The number of a text's own tokens that fit into `length` tokens. Raises ValueError if the special tokens fill them."""
     special = tokenizer.num_special_tokens_to_add()
     if length <= special:
-        raise ValueError(f"{length} tokens leave no room for text besides {special} special ones. Give {special + 1} or more.")
+        raise ValueError(f"{length} tokens leave no room for text besides {special} special ones. Use {special + 1} or more.")
     return length - special
 
 

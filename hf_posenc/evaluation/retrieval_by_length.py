@@ -119,7 +119,7 @@ def baseline_of(found: Sequence[RetrievalStrategy], wanted: str | None) -> str:
         first, second = [*names[1:], ""][:2]  # right behind the bag of words: the first model truncated, or as it is
         return second if second.startswith(f"{first}, truncated at ") else first
     if wanted not in names:
-        raise SystemExit(f"--baseline {wanted!r} is none of the methods: {', '.join(map(repr, names))}")
+        raise SystemExit(f"--baseline {wanted!r} isn't one of the methods: {', '.join(map(repr, names))}.")
     return wanted
 
 

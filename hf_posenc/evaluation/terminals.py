@@ -41,4 +41,4 @@ def import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             where = f"the current directory, {Path.cwd()}, and the installed packages"
-            raise ImportError(f"--import {name}: {error}. Modules are looked for in {where}.") from error
+            raise ImportError(f"--import {name}: {error}. Modules are searched in {where}.") from error

@@ -47,19 +47,19 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 def check(path: Path, streaming: bool = False) -> None:
     """Raises ValueError for a file that `rows` can't read or that has no rows. Of a stream, the first 10,000 are checked."""
     if not sum(1 for _ in itertools.islice(rows(path), 10_000 if streaming else None)):
-        raise ValueError(f"{path} has no rows: give a file with at least one")
+        raise ValueError(f"{path} has no rows. Use a file with at least one.")
 
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is not a file: give one of {', '.join(KINDS)}")
+        raise ValueError(f"{path} is not a file. Use one of {', '.join(KINDS)}.")
     if path.suffix not in KINDS:
-        raise ValueError(f"{path} is none of the files that are read here: {', '.join(KINDS)}")
+        raise ValueError(f"{path} has an unsupported format. Use one of {', '.join(KINDS)}.")
     with path.open("rb") as file:
         start = file.read(8)
     for magic, name in COMPRESSED.items():
         if start.startswith(magic):
-            raise ValueError(f"{path} is compressed ({name}): decompress it first")
+            raise ValueError(f"{path} is compressed ({name}). Decompress it first.")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -70,13 +70,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             number += 1
             if len(line) > LONGEST:
                 raise ValueError(
-                    f"{path}, line {number}: it has more than the maximum of {LONGEST:,} bytes. Divide it into several texts"
+                    f"{path}, line {number}: the text exceeds the maximum of {LONGEST:,} bytes. Divide it into several texts."
                 )
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{path}, line {number}: the text is not valid UTF-8 ({error.reason}). Save it as UTF-8"
+                    f"{path}, line {number}: the text is not valid UTF-8 ({error.reason}). Save it as UTF-8."
                 ) from None
 
 
@@ -86,13 +86,13 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         header = next(reader, [])
         if twice := [name for name in header if header.count(name) > 1]:
-            raise ValueError(f"{path}: the column {twice[0]!r} occurs {header.count(twice[0])} times. Rename all but one")
+            raise ValueError(f"{path}: the column {twice[0]!r} occurs {header.count(twice[0])} times. Rename all but one.")
         for values in filter(None, reader):
             if len(values) > len(header):
-                raise ValueError(f"{path}, line {reader.line_num}: the row has {len(values)} fields, the header {len(header)}")
+                raise ValueError(f"{path}, line {reader.line_num}: the row has {len(values)} fields, the header {len(header)}.")
             yield dict.fromkeys(header) | dict(zip(header, values, strict=False))
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: the row is not valid CSV ({error})") from None
+        raise ValueError(f"{path}, line {reader.line_num}: the row is not valid CSV ({error}).") from None
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -107,7 +107,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
         numbered = ((where, _parsed(line, where)) for where, line in lines)
     for where, value in numbered:
         if not isinstance(value, dict):
-            raise ValueError(f'{where} is {json.dumps(value)[:80]}, but a row is an object such as {{"text": "…"}}')
+            raise ValueError(f'{where} is {json.dumps(value)[:80]}, but must be an object such as {{"text": "…"}}.')
         yield value
 
 
@@ -129,13 +129,13 @@ def _is_document(path: Path) -> bool:
 def _document(path: Path) -> Any:
     if (size := path.stat().st_size) > LARGEST:
         raise ValueError(
-            f"{path} is one JSON value of {size:,} bytes, and {LARGEST:,} is the maximum. Save it as JSON Lines, with one row "
-            "in each line"
+            f"{path} is one JSON value of {size:,} bytes, above the maximum of {LARGEST:,}. Save it as JSON Lines, with one "
+            "row per line."
         )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid UTF-8 (byte {error.start:,}). Save it as UTF-8") from None
+        raise ValueError(f"{path} is not valid UTF-8 (byte {error.start:,}). Save it as UTF-8.") from None
     return _parsed(text, str(path))
 
 
@@ -144,11 +144,11 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f", line {error.lineno}" if "\n" in text.strip() else ""
-        raise ValueError(f"{where}{place}: the value is not valid JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"{where}{place}: the value is not valid JSON ({error.msg} at column {error.colno}).") from None
     except RecursionError:
-        raise ValueError(f"{where}: the value is nested too deeply") from None
+        raise ValueError(f"{where}: the value is nested too deeply.") from None
     except ValueError as error:  # an integer of more digits than Python reads
-        raise ValueError(f"{where}: the value can't be read ({error})") from None
+        raise ValueError(f"{where}: the value can't be read ({error}).") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

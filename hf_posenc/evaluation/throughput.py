@@ -55,7 +55,9 @@ def speeds(
                 if usable is None or length <= usable
             }
             if not timers:
-                raise ValueError(f"length={length}: {', '.join(models)} read fewer tokens: give a smaller length")
+                raise ValueError(
+                    f"length={length} is above the maximum length of {', '.join(models)}. Choose a smaller length."
+                )
             passes = {name: _passes(timer) for name, timer in timers.items()}
             taken: dict[str, list[float]] = {name: [] for name in timers}
             for _ in range(rounds):
@@ -74,7 +76,7 @@ def _reader(name: str, model: Any) -> tuple[Any, int | None]:
     model = model.base_model
     model = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
     if not reads_tokens(model):
-        raise ValueError(f"{name} reads no tokens: give a model of text")
+        raise ValueError(f"{name} doesn't read tokens. Choose a text model.")
     try:
         return model.eval(), inspect(model).max_length
     except UnsupportedModelError:  # nothing is known of its length

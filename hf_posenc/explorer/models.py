@@ -104,7 +104,7 @@ def _local(name: str) -> str:
     if not name:
         raise ValueError("No model is named. Enter a local path or a Hub ID, such as bert-base-uncased.")
     if name[0] in "/." and not Path(name).is_dir():
-        raise ValueError(f"There is no folder {name}. Enter the path of a model, or a Hub ID.")
+        raise ValueError(f"The directory {name} doesn't exist. Enter the path of a model, or a Hub ID.")
     return name
 
 

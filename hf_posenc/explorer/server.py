@@ -81,7 +81,7 @@ def serve(
 def _limits(max_parameters: int, max_memory: float | None, max_seconds: float | None, hub_only: bool) -> Limits:
     given = {"max_parameters": max_parameters, "max_memory": max_memory, "max_seconds": max_seconds}
     if wrong := [name for name, value in given.items() if value is not None and not value > 0]:
-        raise ValueError(f"{wrong[0]}={given[wrong[0]]} is not allowed. Give a number above 0.")
+        raise ValueError(f"{wrong[0]}={given[wrong[0]]} must be a number above 0.")
     limits = Limits(max_parameters=max_parameters, hub_only=hub_only)
     memory = limits.model.memory if max_memory is None else int(max_memory * GIB)
     seconds = limits.model.seconds if max_seconds is None else max_seconds
@@ -101,13 +101,13 @@ def _is_public(host: str | None) -> bool:
 def _checked(host: str, port: int) -> int:
     """A port that can be listened at. Raises OSError for one that is taken."""
     if not 0 <= port <= 65535:
-        raise ValueError(f"port={port}: allowed is 1 to 65535, or 0 for a free one")
+        raise ValueError(f"port={port} must be from 1 to 65535, or 0 for a free one.")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
             raise OSError(
-                f"port {port} of {host} can't be had ({error.strerror}): give another one, or 0 for a free one"
+                f"Port {port} of {host} isn't available ({error.strerror}). Choose another one, or 0 for a free one."
             ) from None
         return listener.getsockname()[1]

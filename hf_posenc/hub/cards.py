@@ -73,9 +73,11 @@ def model_card(
     validate_repo_id(repo_id)
     for figure in figures:
         if PurePosixPath(figure).is_absolute() or ".." in PurePosixPath(figure).parts:
-            raise ValueError(f"the figure {figure!r} is outside the model's folder: give the name of an image beside the card")
+            raise ValueError(
+                f"The figure {figure!r} is outside the model's directory. Pass the name of an image next to the card."
+            )
     if given := sorted(({*GENERATED, "model_name", "eval_results"} - {"base_model"}) & (metadata or {}).keys()):
-        raise ValueError(f"metadata has {', '.join(given)}, which the card finds for itself: leave that out")
+        raise ValueError(f"metadata contains {', '.join(given)}, which the card determines itself. Omit it.")
     if not isinstance(model, PreTrainedModel):
         if not isinstance(model, (str, os.PathLike)):
             raise ValueError(f"model is a {type(model).__name__}. Pass a Transformers model, or the path or Hub ID of one.")

@@ -119,5 +119,5 @@ class PendingCommit:
 def commit_id(given: Any) -> str:
     """Raises ValueError for anything but a commit's id in an answer of the Hub."""
     if not isinstance(given, str) or not REGEX_COMMIT_OID.fullmatch(given):
-        raise ValueError(f"{given!r:.80} instead of a commit's id")
+        raise ValueError(f"{given!r:.80} isn't a commit ID.")
     return given

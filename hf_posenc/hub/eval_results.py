@@ -106,26 +106,29 @@ def checked_evaluation(evaluation: Any) -> dict[str, Any]:
         dataset = result["dataset"] = _checked(result["dataset"], DATASET, f"results[{i}].dataset")
         key = (result["model"], *table_key(result), result["metric"], result["length"], result["unit"])
         if seen.setdefault(key, i) != i:
-            same = "the model, task, dataset, metric and length"
-            raise ValueError(f"{EVALUATION}: results[{i}] and results[{seen[key]}] have {same} in common: leave one out")
+            same = "model, task, dataset, metric, and length"
+            raise ValueError(f"{EVALUATION}: results[{i}] and results[{seen[key]}] have the same {same}. Omit one.")
         if dataset["task_id"] and not dataset["id"]:
-            raise ValueError(f"{EVALUATION}: results[{i}].dataset has a task_id, but no id of a benchmark on the Hub")
+            raise ValueError(
+                f"{EVALUATION}: results[{i}].dataset has a task_id, but no ID of a benchmark on the Hub. Add the ID, or omit "
+                "the task_id."
+            )
     return checked
 
 
 def _checked(given: Any, entries: dict[str, Entry], where: str) -> dict[str, Any]:
     place = where if where == EVALUATION else f"{EVALUATION}: {where}"
     if not isinstance(given, dict):
-        raise ValueError(f"{place} is {_shown(given)}: allowed is an object")
+        raise ValueError(f"{place} is {_shown(given)}, but must be an object.")
     if unknown := sorted(map(str, given.keys() - entries.keys())):
-        raise ValueError(f"{place} has {', '.join(map(_shown, unknown))}: known are {', '.join(entries)}")
+        raise ValueError(f"{place} has unknown fields {', '.join(map(_shown, unknown))}. Known fields: {', '.join(entries)}.")
     found = {}
     for name, entry in entries.items():
         value = given.get(name)
         if value is None and entry.required:
-            raise ValueError(f"{place} lacks {name!r}: {entry.allowed}")
+            raise ValueError(f"{place} lacks {name!r}, which must be {entry.allowed}.")
         if value is not None and not entry.accepts(value):
-            raise ValueError(f"{place} has {name} {_shown(value)}: allowed is {entry.allowed}")
+            raise ValueError(f"{place} has {name} {_shown(value)}, but it must be {entry.allowed}.")
         value = entry.default if value is None else value
         value = _public(value) if isinstance(value, str) else value
         found[name] = list(value) if isinstance(value, (list, tuple)) else value
@@ -203,8 +206,8 @@ def result_files(evaluation: Any) -> dict[str, str]:
             of_dataset = entries.setdefault(dataset["id"], {})
             if dataset["task_id"] in of_dataset:
                 raise ValueError(
-                    f"{EVALUATION}: results[{i}] is a second one for the task {dataset['task_id']!r} of {dataset['id']}, which "
-                    "has one value: leave the task_id out where the benchmark takes another metric or length"
+                    f"{EVALUATION}: results[{i}] is a second result for the task {dataset['task_id']!r} of {dataset['id']}, "
+                    "which has one value. Omit the task_id of results with another metric or length."
                 )
             of_dataset[dataset["task_id"]] = EvalResultEntry(
                 dataset_id=dataset["id"],

@@ -95,7 +95,7 @@ def push_to_hub(
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"a tokenizer of Transformers is needed, not {tokenizer!r}: AutoTokenizer.from_pretrained loads one")
+        raise ValueError(f"tokenizer is {tokenizer!r}. Pass a Transformers tokenizer (AutoTokenizer.from_pretrained).")
     evaluation_file = evaluation
     if evaluation is not None:
         evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
@@ -104,10 +104,10 @@ def push_to_hub(
     requests = HubSession(timeout, deadline)
     offline, token = is_offline_mode(), _checked_token(token or get_token())
     if not (token or offline):
-        raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
+        raise ValueError("No token for the Hub was found. Run `hf auth login`, set HF_TOKEN, or pass token=….")
     report = inspect(model)
     if not isinstance(commit_message, str | None):
-        raise ValueError(f"commit_message is {commit_message!r:.80}: give a text")
+        raise ValueError(f"commit_message is {commit_message!r:.80}, but must be a non-empty string.")
     message = commit_message or f"Upload {report.model_class} ({report.encoding})"
     card = partial(model_card, model, evaluation=evaluation, figures=[image.name for image in images])
     keep_in = Path(save_directory or repo_id.rpartition("/")[2])
@@ -116,7 +116,7 @@ def push_to_hub(
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:  # what safetensors makes of a full disk
-            raise OSError(f"the model can't be saved in {folder}: {error}") from error
+            raise OSError(f"The model can't be saved in {folder}: {error}") from error
         if tokenizer is not None:
             tokenizer = copied(tokenizer)
             tokenizer.model_max_length = report.model_max_length
@@ -136,7 +136,7 @@ def push_to_hub(
             modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
             commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
             logger.warning(
-                "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
+                "Nothing was uploaded (offline). %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
             )
             return keep_in
         api = Api(token=token)
@@ -150,8 +150,8 @@ def push_to_hub(
         head, sha, present = requests.send(head_and_files)
         if private is not None and private != head.private:
             raise ValueError(
-                f"{repo_id} exists and is {'private' if head.private else 'public'}: leave private={private} out, or change "
-                f"the repo first, huggingface_hub.HfApi().update_repo_settings({repo_id!r}, private={private})"
+                f"{repo_id} exists and is {'private' if head.private else 'public'}. Omit private={private}, or change the "
+                f"repository first: huggingface_hub.HfApi().update_repo_settings({repo_id!r}, private={private})."
             )
 
         def read(path: str) -> str:
@@ -160,7 +160,7 @@ def push_to_hub(
 
         kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
         if kept is None:
-            logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
+            logger.warning("%s: README.md was written or edited manually, so it was not changed.", repo_id)
             (folder / "README.md").unlink(missing_ok=True)
         else:
             text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
@@ -174,12 +174,12 @@ def push_to_hub(
 def _refuse_unless_whole(model: Any) -> None:
     for wrapped in ("_orig_mod", "module"):
         if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and wrapped in model._modules:
-            raise ValueError(f"the model is wrapped in {type(model).__name__}: push what is inside, model.{wrapped}")
+            raise ValueError(f"The model is wrapped in {type(model).__name__}. Push the inner model, model.{wrapped}.")
     inside = not isinstance(model, PreTrainedModel) or _compat.has_adapter_layers(model)
     if isinstance(model, nn.Module) and getattr(model, "peft_config", None) and inside:
-        raise ValueError("the model has PEFT adapters in it: push model.merge_and_unload(), or the adapters alone with peft")
+        raise ValueError("The model contains PEFT adapters. Push model.merge_and_unload(), or only the adapters with peft.")
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")
+        raise ValueError(f"model is {model!r:.80}. Pass a PreTrainedModel of Transformers.")
 
 
 def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -187,17 +187,18 @@ def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
     for image in images:
         if image.suffix.lower() not in IMAGES or not re.fullmatch(r"[\w.-]+", image.name, re.ASCII) or not image.is_file():
             raise ValueError(
-                f"figures: {str(image)!r} must be the path of an image ({', '.join(IMAGES)}), its name of a-z, digits, _.-"
+                f"figures: {str(image)!r} must be the path of an image ({', '.join(IMAGES)}) whose name has only letters, "
+                "digits, and _.-"
             )
     if len({image.name for image in images}) < len(images):
-        raise ValueError(f"figures: two of {', '.join(map(str, images))} have the same name, and they go into one folder")
+        raise ValueError(f"figures: two of {', '.join(map(str, images))} have the same name. Rename one.")
     return images
 
 
 def _checked_token(token: str | None) -> str | None:
     # The client's own error would contain the token.
     if token and not re.fullmatch("[!-~]+", token):
-        raise ValueError("the token has a blank or a character beyond ASCII in it: copy it anew from your account's settings")
+        raise ValueError("The token contains a space or a non-ASCII character. Copy it again from your account settings.")
     return token
 
 
@@ -215,7 +216,7 @@ def _files(folder: Path) -> list[str]:
 def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
     """Copies the folder, with a card, to `keep_in`."""
     if keep_in.exists() and not keep_in.is_dir():
-        raise ValueError(f"{keep_in} is a file: choose another save_directory")
+        raise ValueError(f"{keep_in} is a file. Choose another save_directory.")
 
     def read(path: str) -> str:
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
@@ -226,11 +227,11 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
     if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
         raise ValueError(
-            f"{keep_in} has something else in it than an earlier push has left there ({', '.join(others[:3])}): choose another "
-            "save_directory, or empty it"
+            f"{keep_in} contains files that no earlier push has written ({', '.join(others[:3])}). Choose another "
+            "save_directory, or empty it."
         )
     if kept is None:
-        logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
+        logger.warning("%s was written or edited manually, so it was not changed.", keep_in / "README.md")
     else:
         (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
     with atomic.replaced(keep_in, lambda *_: stale) as near:

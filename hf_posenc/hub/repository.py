@@ -87,8 +87,8 @@ def ensure_branch(api: Api, requests: HubSession, repo_id: str, revision: str | 
     if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
         kind = "tag" if revision in tags else "commit"
         raise ValueError(
-            f"revision {revision!r} is a {kind}, which stays as it is: name a branch ({', '.join(sorted(branches))})"
+            f"revision {revision!r} is a {kind}, which can't change. Choose a branch ({', '.join(sorted(branches))})."
         )
     if create_pr:
-        raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
+        raise ValueError(f"{repo_id} has no branch {revision!r} for the pull request. Branches: {', '.join(sorted(branches))}.")
     requests.send(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

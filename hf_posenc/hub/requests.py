@@ -47,7 +47,7 @@ class HubSession:
     def __init__(self, timeout: float, deadline: float) -> None:
         for name, value in (("timeout", timeout), ("deadline", deadline)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} is {value!r}: give a positive number of seconds")
+                raise ValueError(f"{name} is {value!r}, but must be a positive number of seconds.")
         self.timeout, self.deadline, self.end = timeout, deadline, time.monotonic() + deadline
 
     def send(self, request: Callable[[], T], recovered: Callable[[Exception], T | None] = lambda error: None) -> T:
@@ -111,8 +111,8 @@ class HubSession:
 
     def late(self) -> TimeoutError:
         return TimeoutError(
-            f"the push wasn't done by its deadline of {self.deadline:g} s: push again with a longer one. What is uploaded "
-            "won't be sent twice; if the commit was made after all, no second one will be"
+            f"The push didn't finish before its deadline of {self.deadline:g} s. Push again with a later one. Uploaded files "
+            "aren't sent again, and a commit that was made isn't repeated."
         )
 
     def _pause(self, error: Exception, attempt: int) -> None:
@@ -128,8 +128,8 @@ class HubSession:
             said = str(error).encode(errors="backslashreplace").decode()[:200]  # partly by a server
             how = f"({said})" if isinstance(error, HTTPError) else f"as a Hub does ({type(error).__name__}: {said})"
             raise ConnectionError(
-                f"the Hub doesn't answer {how}, in {ATTEMPTS} attempts: push again later, or set HF_HUB_OFFLINE=1 to have "
-                "everything written to a folder"
+                f"The Hub didn't answer {how} in {ATTEMPTS} attempts. Push again later, or set HF_HUB_OFFLINE=1 to write all "
+                "files to a local directory."
             ) from error
         requested = _retry_after(error.response.headers) if isinstance(error, HfHubHTTPError) else 0.0
         pause = min(max(PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0), requested), LONGEST_PAUSE)
@@ -137,7 +137,7 @@ class HubSession:
             raise self.late() from error
         # Without the error's text, which a server chooses.
         reason = type(error).__name__ if status is None else f"status {status}"
-        logger.warning("the Hub: %s; attempt %d of %d in %.1f s", reason, attempt + 1, ATTEMPTS, pause)
+        logger.warning("The Hub: %s. Attempt %d of %d in %.1f s.", reason, attempt + 1, ATTEMPTS, pause)
         time.sleep(pause)
 
 

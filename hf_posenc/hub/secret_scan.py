@@ -35,20 +35,20 @@ def refuse(texts: Mapping[str, bytes], token: str | None, folders: Iterable[str 
     paths = re.compile(rb"(?<![\w.~-])(?:%b|(?:%b)(?=[/\\][\w.~-]))" % (HOME, b"|".join(map(re.escape, _spellings(folders)))))
     for name, text in texts.items():
         if token and token.encode() in text:
-            raise ValueError(f"{name} has your token for the Hub in it, and nothing was sent: take it out, and revoke it")
+            raise ValueError(f"{name} contains your Hub token, so nothing was uploaded. Remove the token, and revoke it.")
         if b"\0" in text[:8192]:  # no text; the rest would be found by chance
             continue
         if found := TOKEN.search(text):
             raise ValueError(
-                f"{name}, line {_line(text, found.start())}: this looks like an access token or a key, and nothing was sent: "
-                "take it out, and revoke it if it is one"
+                f"{name}, line {_line(text, found.start())}, looks like an access token or a key, so nothing was uploaded. "
+                "Remove it, and revoke it if it is one."
             )
         found = paths.search(text) or (VALUE.search(text) if name.endswith("config.json") else None)
         if found:
             shown = found[0].decode(errors="replace").strip('"')
             raise ValueError(
-                f"{name}, line {_line(text, found.start())}: {shown!r:.80} is a path of a machine, which means nothing "
-                "elsewhere and may say who made this; nothing was sent: name the file or the model without its folder"
+                f"{name}, line {_line(text, found.start())}: {shown!r:.80} is a local path, so nothing was uploaded. Use the "
+                "name without its directory."
             )
 
 

@@ -83,8 +83,8 @@ def check_cache_length(cache: Cache | None, past: int | Tensor) -> None:
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     if any(not isinstance(length, Tensor) and length > 0 for length in lengths):
         raise ValueError(
-            f"this {type(cache).__name__} counts 0 tokens and holds keys of {max(lengths)}: it counts in the first layer, "
-            "which has none here, so that the stock model goes on from 0, too. Leave the cache out: use_cache=False"
+            f"This {type(cache).__name__} counts 0 tokens, but holds keys of {max(lengths)}. It counts in its first layer, "
+            "which has no keys here, so the original model would also continue from 0. Pass use_cache=False."
         )
 
 
@@ -101,9 +101,9 @@ def load_positions(cache: Cache, batch: int, past: int | Tensor) -> Tensor | Non
         past if static_capacity(cache) is None else static_capacity(cache)
     ):
         raise ValueError(
-            f"this cache holds {past} keys, for a batch of {batch}, but knows the positions of {tuple(positions.shape)}: its "
-            "tensors were changed by hand. Change it by its own methods (crop, reorder_cache, batch_select_indices, "
-            "batch_repeat_interleave), or begin with a new one"
+            f"This cache holds {past} keys for a batch of {batch}, but has positions of shape {tuple(positions.shape)}, "
+            "because its tensors were changed directly. Change it only with its methods (crop, reorder_cache, "
+            "batch_select_indices, batch_repeat_interleave), or start with a new cache."
         )
     return positions
 

@@ -96,9 +96,9 @@ class PosEncConfigMixin(EncodingConfigMixin):
         if is_transformers(host):
             return ""
         return (
-            f"this model is one of {host.__module__}, which is not saved with it: pip install hf-posenc, import hf_posenc and "
-            f"{host.__module__}, then load it by the Auto class that its stock class is registered with, or by "
-            f"hf_posenc.{PREFIX}<its stock class>.from_pretrained"
+            f"The class of this model is defined in {host.__module__}, which is not saved with it. Run {_versions.INSTALL}, "
+            f"and import hf_posenc and {host.__module__}. Then load the model with the Auto class that its original class is "
+            f"registered with, or with hf_posenc.{PREFIX}<its original class>.from_pretrained."
         )
 
 
@@ -107,7 +107,7 @@ class OriginalState(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        check_size("the host's own positions, position_encoding['original'],", sum(map(math.prod, shapes.values())))
+        check_size("position_encoding['original'], the original positions,", sum(map(math.prod, shapes.values())))
         for key, shape in shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self
@@ -151,8 +151,8 @@ class PosEncModelMixin(EncodingModelMixin):
         """Put the encoding into all stacks of this model, which its host's code has built with stock models within it."""
         if self.config.position_encoding is None:
             raise ValueError(
-                f"{type(self).__name__} needs config.position_encoding, a name or a dict; "
-                "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
+                f"{type(self).__name__} needs config.position_encoding, a name or a dict. "
+                "To give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)."
             )
         spec = self.config.position_spec
         inner = structure.part(self, spec.submodel)
@@ -210,9 +210,9 @@ class PosEncModelMixin(EncodingModelMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading.
+        """Load a patched checkpoint, or an original one with `position_encoding=…`, which is the same as `patch` after loading.
 
-        The encoding may stand in a `config`, too, which is then a derived one.
+        The encoding can also be in a derived `config`.
         """
         if IS_COPY:  # of a checkpoint, for which alone the class is
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -295,9 +295,9 @@ class PosEncModelMixin(EncodingModelMixin):
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Raises ValueError: the host's table, which this would make anew, isn't used."""
         raise ValueError(
-            f"{type(self).__name__} has the {self.config.position_spec.type!r} encoding instead of a position table: raise its "
-            f"length with hf_posenc.extend(model, max_length={new_num_position_embeddings}), or resize the stock model, then "
-            "patch it"
+            f"{type(self).__name__} has the {self.config.position_spec.type!r} encoding instead of position embeddings. Call "
+            f"hf_posenc.extend(model, max_length={new_num_position_embeddings}), or resize the original model and then patch "
+            "it. The model was not changed."
         )
 
     @classmethod
@@ -331,17 +331,17 @@ def __getattr__(name: str) -> Any:
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
         return derive(host)
     if IS_COPY:
-        raise AttributeError(f"there is no class {called!r} in Transformers to derive {name!r} from")
+        raise AttributeError(f"Transformers has no class {called!r} to derive {name!r} from.")
     from hf_posenc.modeling import user_models
 
     owns = user_models.named(called)
     if len(owns) == 1:
         return derive(next(iter(owns.values())))
     if owns:
-        raise AttributeError(f"{called} is defined in {' and in '.join(sorted(owns))}: take the class of a patched model")
+        raise AttributeError(f"{called} is defined in {' and in '.join(sorted(owns))}. Use the class of a patched model.")
     near = did_you_mean(called, dir(transformers))
     raise AttributeError(
-        f"there is no class {called!r}{near} in Transformers to derive {name!r} from, nor one of your own that is imported"
+        f"Neither Transformers nor your imported modules have a class {called!r}{near} to derive {name!r} from."
     )
 
 

@@ -1,4 +1,4 @@
-"""The embedding layer by itself, for any torch model: hidden = inputs_embeds + PE(position).
+"""A position embedding layer for any torch model: hidden = inputs_embeds + PE(position).
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -38,7 +38,7 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
         checked_value("hidden_size", self.hidden_size, Annotated[int, GreaterThan(0)])
         if not 0 <= self.dropout <= 1:
-            raise ValueError(f"dropout={self.dropout}: allowed is a number from 0 to 1")
+            raise ValueError(f"dropout={self.dropout} isn't supported. Pass a number from 0 to 1.")
         checked_max_length(self.max_length)
         if self.position_encoding is not None:
             self.position_encoding = canonical(self.position_encoding)
@@ -52,16 +52,16 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
 
 
 class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
-    """Adds the vectors of a position encoding to token embeddings, then drops out (Vaswani et al., 2017, section 5.4).
+    """Adds the vectors of a position encoding to token embeddings and applies dropout (Vaswani et al., 2017, section 5.4).
 
-    It saves and loads like any model, `save_pretrained`, `from_pretrained`, `AutoModel.from_pretrained`.
+    You can save and load it like any model, with `save_pretrained`, `from_pretrained`, and `AutoModel.from_pretrained`.
 
     Args:
-        encoding: name or dict of an encoding which embeds (sinusoidal, learned, …). Others raise a ValueError.
+        encoding: name or dict of an additive encoding (sinusoidal, learned, …). Others raise a ValueError.
         hidden_size: D.
-        max_length: the longest input; a learned table's number of rows. None: no limit.
-        dropout: probability, applied to the sum.
-        batch_first: `[B, L, D]`, or `[L, B, D]` when False, as `torch.nn.Transformer` has it.
+        max_length: maximum length, which is the number of learned position embeddings. None: no limit.
+        dropout: dropout probability, applied to the sum.
+        batch_first: True for `[B, L, D]`, False for `[L, B, D]`, as in `torch.nn.Transformer`.
         device, dtype: of the parameters.
         **options: of the encoding.
     """
@@ -86,7 +86,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             config = encoding
             given = {"hidden_size": hidden_size, "max_length": max_length, **options}
             if beside := [name for name, value in given.items() if value is not None]:
-                raise ValueError(f"a config says all; {', '.join(beside)} beside it would be ignored: set it in the config")
+                raise ValueError(f"With a config, {', '.join(beside)} would be ignored. Set the values in the config.")
         else:
             chosen = {"type": encoding} if isinstance(encoding, str) else encoding
             config = PositionEmbeddingConfig(  # type: ignore[call-arg]
@@ -100,8 +100,8 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         chosen = canonical(config.position_encoding)
         if encoding_class(chosen["type"]).mechanisms() != ("embed",):
             raise ValueError(
-                f"{chosen['type']!r} doesn't act by vectors alone that could be added to embeddings; it belongs into a model's "
-                f"attention: hf_posenc.patch(model, {chosen['type']!r})"
+                f"{chosen['type']!r} isn't a purely additive encoding, so a PositionEmbedding doesn't support it. Apply it in "
+                f"a model's attention with hf_posenc.patch(model, {chosen['type']!r})."
             )
         self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
         self.dropout = nn.Dropout(config.dropout)
@@ -136,9 +136,9 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         """`[B, L, D] -> [B, L, D]`, in the dtype of `inputs_embeds` (sequence-first: `[L, B, D]`).
 
         Args:
-            position_ids: `[L]` or `[B, L]`; they win over all else.
-            attention_mask: `[B, past_length + L]`, 1 for real tokens: positions count from the first of them.
-            past_length: how many tokens came before these, in earlier calls.
+            position_ids: `[L]` or `[B, L]`. They take precedence over the other arguments.
+            attention_mask: `[B, past_length + L]`, 1 for real tokens. Positions count from the first real token.
+            past_length: number of tokens in earlier calls.
         """
         if not self.config.batch_first:
             return self._add(inputs_embeds.transpose(0, 1), position_ids, attention_mask, past_length).transpose(0, 1)
@@ -146,33 +146,31 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
 
     def _add(self, embeds: Tensor, position_ids: Tensor | None, mask: Tensor | None, past_length: int) -> Tensor:
         if embeds.ndim != 3 or embeds.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"inputs_embeds has shape {tuple(embeds.shape)}: expected [batch, length, {self.config.hidden_size}]"
-            )
+            raise ValueError(f"inputs_embeds has shape {tuple(embeds.shape)}. Pass [batch, length, {self.config.hidden_size}].")
         batch, length = embeds.shape[:2]
         total, limit = past_length + length, self.config.max_length
         if past_length < 0:
-            raise ValueError(f"past_length={past_length}: allowed is an integer from 0")
+            raise ValueError(f"past_length={past_length} isn't supported. Pass an integer of 0 or more.")
         if limit is not None and (needed := length_of(total, position_ids, limit)) > limit:
             sized = self.posenc.needs_max_length(self.posenc.geometry)
             longer = f"hf_posenc.extend(layer, max_length=…{', method=…' if sized else ''})"
-            raise ValueError(f"{needed} positions are more than max_length={limit}: crop the input, or {longer}")
+            raise ValueError(f"{needed} positions are more than max_length={limit}. Truncate the input, or call {longer}.")
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
-                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")
+                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Pass [{batch}, {total}].")
             if past_length and mask is not None and mask.ndim == 2:
                 position_ids = position_ids_from_mask(mask)[:, past_length:].clamp(min=0)
             else:
                 position_ids, _ = positions_of(length, past_length, mask, embeds.device)
         elif position_ids.shape not in ((length,), (1, length), (batch, length)):
-            raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}: expected [{batch}, {length}]")
+            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}. Pass [{batch}, {length}].")
         return self.dropout(embeds + self.posenc("embed", position_ids).to(embeds.dtype))
 
 
 class TokenPositionEmbedding(nn.Module):
-    """Token ids to hidden states: a token embedding and a `PositionEmbedding`, `[B, L] -> [B, L, D]`.
+    """Maps token IDs to hidden states, `[B, L] -> [B, L, D]`, with a token embedding and a `PositionEmbedding`.
 
-    Args: as of `PositionEmbedding`, and `vocab_size`, `padding_idx` as of `torch.nn.Embedding`.
+    Args: those of `PositionEmbedding`, and `vocab_size` and `padding_idx` of `torch.nn.Embedding`.
     """
 
     def __init__(

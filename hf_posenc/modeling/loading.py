@@ -30,10 +30,9 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
             config = cls.config_class.from_pretrained(config, **source)
     elif config is not None and not isinstance(config, cls.original_class.config_class):
         raise ValueError(
-            f"config={short_repr(config) if isinstance(config, dict) else type(config).__name__} is not for "
-            f"{cls.__name__}: allowed "
-            f"is a {cls.config_class.__name__}, a {cls.original_class.config_class.__name__} or a path; single settings are "
-            "keywords of from_pretrained"
+            f"config={short_repr(config) if isinstance(config, dict) else type(config).__name__} isn't supported by "
+            f"{cls.__name__}. Pass a {cls.config_class.__name__}, a {cls.original_class.config_class.__name__}, or a path. "
+            "Pass single settings as keyword arguments of from_pretrained."
         )
     derived = isinstance(config, cls.config_class)
     if patched:
@@ -41,8 +40,8 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
             return kwargs, None  # the class itself reads it, and merges what is given
         if not derived:
             raise ValueError(
-                f"{path} was saved with an encoding, and this config says nothing of it: leave config out, or give "
-                f"hf_posenc.{cls.config_class.__name__}.from_pretrained({str(path)!r}, …)"
+                f"{path} was saved with an encoding, but this config has none. Omit config, or pass "
+                f"hf_posenc.{cls.config_class.__name__}.from_pretrained({str(path)!r}, …)."
             )
         given = [each for each in (saved.get("position_encoding"), config.position_encoding, encoding) if each is not None]
         if given and (merged := _as_saved(*given)) != config.position_encoding:
@@ -61,8 +60,8 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
         if not saved and config is None:
             return kwargs, None  # Transformers says what is missing
         raise ValueError(
-            f"{path} is a stock model, and {cls.__name__} needs an encoding for it: give position_encoding=…, or load it with "
-            "its own class and call hf_posenc.patch(model, encoding)"
+            f"{path} is an unpatched model, and {cls.__name__} needs an encoding for it. Pass position_encoding=…, or load it "
+            "with its own class and call hf_posenc.patch(model, encoding)."
         )
     return _with(kwargs, config), spec
 
@@ -79,8 +78,8 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
     encoding = saved.get("position_encoding")
     if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):
         raise ValueError(
-            f"{path} is a patched model of several, {short_repr(saved.get('model_type'))}, and {cls.__name__} is not its "
-            f"class: load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
+            f"{path} is a patched composite model of type {short_repr(saved.get('model_type'))}, which {cls.__name__} can't "
+            f"load. Load it with AutoModel.from_pretrained, and use its submodel, model.{encoding['submodel']}."
         )
     if stock.base_config_key and isinstance(saved.get(stock.base_config_key), dict):
         return saved[stock.base_config_key]
@@ -89,8 +88,8 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
         if part.get("model_type", kind) in (stock.model_type, cls.config_class.model_type):
             return part
     raise ValueError(
-        f"{path} is a {kind!r} model, and {cls.__name__} is for {stock.model_type!r}, stock or patched: load it with the Auto "
-        "class, then hf_posenc.patch"
+        f"{path} is a {kind!r} model, but {cls.__name__} loads {stock.model_type!r} models, original or patched. Load it with "
+        "the Auto class, then call hf_posenc.patch."
     )
 
 
@@ -115,8 +114,8 @@ def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
         return configured if given is None else given
     if replace(given, original=None) != replace(configured, original=None):
         raise ValueError(
-            f"position_encoding={short_repr(encoding)}, but config.position_encoding is {short_repr(in_config)}: give one "
-            f"of them"
+            f"position_encoding={short_repr(encoding)} differs from config.position_encoding={short_repr(in_config)}. Pass "
+            "only one of them."
         )
     return given
 

@@ -43,26 +43,30 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
 
     call: what was to be done with it.
     """
-    order = f"{call} first, then wrap"
+    unchanged = "The model was not changed."
+    order = f"Call {call} first, then wrap the model. {unchanged}"
     if _compat.is_compiled(model):
-        raise ValueError(f"the model is wrapped by torch.compile: {order}")
+        raise ValueError(f"The model is wrapped by torch.compile. {order}")
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
-        raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
+        raise ValueError(f"model is a {type(model).__name__}, but must be a PreTrainedModel. {order}")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"a PreTrainedModel of Transformers (or a SentenceTransformer) is needed, not {model!r}: "
-            "AutoModel.from_pretrained loads one"
+            f"model={model!r} isn't supported. Pass a PreTrainedModel of Transformers, such as AutoModel.from_pretrained "
+            "returns, or a SentenceTransformer."
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"the model is quantised, so its parameters can't be shared: {call} it first, then quantise")
+        raise ValueError(
+            f"The model is quantized, so its parameters can't be shared. Call {call} first, then quantize. {unchanged}"
+        )
     if _compat.has_adapters(model) or any("lora_" in name for name, _ in model.named_modules()):
-        raise ValueError(f"the model has PEFT adapters in it: {order}")
+        raise ValueError(f"The model contains PEFT adapters. {order}")
     if any(_compat.accelerate_hook(module) is not None for module in model.modules()):
         raise ValueError(
-            f"the model is spread by Accelerate's hooks (device_map, offload): load it on one device, {call} first"
+            "The model is distributed by Accelerate's hooks (device_map, offload). Load it on one device, and call "
+            f"{call} first. {unchanged}"
         )
     if any(p.device.type == "meta" for p in model.parameters()):
-        raise ValueError("the model has parameters on the meta device: load its weights first")
+        raise ValueError(f"The model has parameters on the meta device. Load its weights first. {unchanged}")
 
 
 def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
@@ -116,9 +120,10 @@ def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionS
         kind = specs.dropped_v4_relative(found.stack.config)
         if kind and any(part is encoding_class(kind) for each in spec.all_encodings for part in each.parts.values()):
             raise ValueError(
-                f"this model's config has position_embedding_type={kind!r} of Transformers v4, and Transformers 5 dropped the "
-                "vectors that its checkpoint has for that, so new ones would be random: load it with "
-                "hf_posenc.from_v4(path_or_id, auto_class); if it has none, del config.position_embedding_type"
+                f"The config has position_embedding_type={kind!r} of Transformers v4. Transformers 5 dropped the vectors that "
+                "its checkpoint has for that, so new ones would be random. Load it with hf_posenc.from_v4(path_or_id, "
+                "auto_class). If the checkpoint has no such vectors, del config.position_embedding_type. The model was not "
+                "changed."
             )
 
 
@@ -143,14 +148,14 @@ def to_stock(model: Any, stock: Any) -> Any:
     host, submodel, where = spec.original, spec.submodel, spec.where
     if host is None:
         raise ValueError(
-            "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so "
-            "there are no positions of the host's to go back to: "
-            f"make a {stock.__name__} instead"
+            "This model can't be unpatched: it was created with its encoding, from scratch or by from_v4, so it has no "
+            f"original positions to restore. Create a new {stock.__name__} instead."
         )
     if not host.kept:
         base = repr(host.name_or_path) if host.name_or_path else "the model it was made from"
         raise ValueError(
-            f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_original=True"
+            f"This model can't be unpatched: its original positions were not kept. Take them from {base}, or patch with "
+            "keep_original=True. The model was not changed."
         )
     unpatched = build_on_meta(stock, stock_config(model.config, stock), model.dtype, model)
     share_parameters(model, unpatched)
@@ -165,8 +170,8 @@ def to_stock(model: Any, stock: Any) -> Any:
     inner = unpatched if submodel is None else detection.submodel(unpatched, submodel)
     if fingerprint(detection.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(
-            "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
-            "present body with the host's old positions, and its outputs are not those of the original",
+            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
+            "model combines them with the original positions, so its outputs differ from those of the original.",
             stacklevel=3,
         )
     return unpatched
@@ -253,14 +258,14 @@ def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = 
         if name in rebuilt:
             continue
         if other is None or _class_name(module) != _class_name(other):
-            return f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}"
+            return f"{name!r} is a {type(other).__name__}, but the config of this model describes a {type(module).__name__}"
         silent = {*disabled_names(module), *disabled_names(other)}
         described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
         if differing := sorted((described ^ given) - silent):
             key = f"{name}.{differing[0]}".lstrip(".")
-            return f"this model has {'no ' if differing[0] in described else ''}{key}, unlike what its config describes"
+            return f"This model has {'no ' if differing[0] in described else ''}{key}, unlike what its config describes"
     added = (name for name, module in _in_common(theirs, ours) if name not in ours and [*module.parameters()])
-    return next((f"this model has {name}, unlike what its config describes" for name in added), None)
+    return next((f"This model has {name}, unlike what its config describes" for name in added), None)
 
 
 def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -282,8 +287,8 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
     """
     if found := difference(source, target, rebuilt):
         raise ValueError(
-            f"{found}: a model whose parts were replaced can't be rebuilt from its config, so it was left as it is. Take the "
-            "model as its class makes it, patch that, and replace its parts afterwards"
+            f"{found}. A model with replaced parts can't be rebuilt from its config. Patch the model as its class creates it, "
+            "and replace its parts afterwards. The model was not changed."
         )
     theirs = dict(source.named_modules(remove_duplicate=False))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
@@ -302,8 +307,8 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
             there = module._parameters.get(key)
             if parameter is not None and there is not None and parameter.shape != there.shape:
                 raise ValueError(
-                    f"{name}.{key} has another shape than the config of this model describes: bring the config in line "
-                    "with it (resize_token_embeddings does), then patch"
+                    f"{name}.{key} has another shape than the config of this model describes. Update the config to match it "
+                    "(resize_token_embeddings does so), then patch. The model was not changed."
                 )
             module._parameters[key] = parameter
         for key, buffer in other._buffers.items():

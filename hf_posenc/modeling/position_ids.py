@@ -101,8 +101,8 @@ class PositionInputs:
         for name in self.refused if self.replaces else ():
             if call[name] is not None:
                 raise ValueError(
-                    f"{name} given by hand are the positions of the stock {type(stack).original_class.__name__}, which "
-                    f"this model doesn't use: leave them out, or give position_ids"
+                    f"{name} sets the positions of the original {type(stack).original_class.__name__}, which this model "
+                    "doesn't use. Omit it, or pass position_ids."
                 )
         tokens, call = self._by_text(call)
         args, kwargs, ids = call.args, call.kwargs, call["position_ids"]
@@ -113,8 +113,8 @@ class PositionInputs:
             return args, kwargs, None  # the host says what is missing
         if ids is None and call["cu_seq_lens_q"] is not None:
             raise ValueError(
-                "cu_seq_lens_q says where packed texts end, but not where their tokens are: give position_ids which begin anew "
-                "with each text, as DataCollatorWithFlattening does"
+                "cu_seq_lens_q gives the ends of packed texts, but not the positions of their tokens. Pass position_ids that "
+                "restart with each text, as DataCollatorWithFlattening does."
             )
         shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
@@ -173,13 +173,13 @@ class PositionInputs:
             tokens, mask = tokens.flatten(0, -2), call["attention_mask"]
             if mask is not None and len(mask) != len(tokens):
                 raise ValueError(
-                    f"attention_mask has {len(mask)} rows for {len(tokens)} texts: give it the shape of input_ids, or one row "
-                    "for each text"
+                    f"attention_mask has {len(mask)} rows for {len(tokens)} texts. Give it the shape of input_ids, or one row "
+                    "for each text."
                 )
             return tokens, call
         if tokens.ndim > 3:
             raise ValueError(
-                f"inputs_embeds have shape {tuple(tokens.shape)}: give [batch, length, hidden_size], each choice as a row"
+                f"inputs_embeds has shape {tuple(tokens.shape)}. Pass [batch, length, hidden_size], with each choice as a row."
             )
         return tokens[..., 0], call  # Vectors, or several ids for each place.
 
@@ -193,9 +193,9 @@ class PositionInputs:
             now, given = getattr(stack.config, name, before), call[IS_CAUSAL] if name == IS_CAUSAL else None
             if bool(now if given is None else given) != before:
                 raise ValueError(
-                    f"{name}={now if given is None else given!r} changes which tokens see each other, and the "
-                    f"{stack.posenc_state.spec.type!r} encoding of this model was built for {name}={before}: set it in the "
-                    "config before the model is built and patched; from_pretrained takes a config"
+                    f"{name}={now if given is None else given!r} changes which tokens see each other, but the "
+                    f"{stack.posenc_state.spec.type!r} encoding of this model was built for {name}={before}. Set it in the "
+                    "config before the model is built and patched. from_pretrained accepts a config."
                 )
 
     def _lacks_tokens(self, stack: Any, call: BoundCall) -> bool:
@@ -233,16 +233,18 @@ class PositionInputs:
         text stands before them, as in `generate`, it is taken; else tokens are to be counted: None.
         """
         if ids.shape[-1] != length:
-            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
+            raise ValueError(
+                f"position_ids has shape {tuple(ids.shape)}, but the input has {length} tokens. Pass one ID for each."
+            )
         if ids.ndim == 3 and len(ids) == TEXT_AND_GRID:
             ids = ids[0]
         elif ids.ndim == 3 and len(ids) < TEXT_AND_GRID and not _is_packed(ids[0], mask):
             return None
         if ids.ndim > 2:
             raise ValueError(
-                f"position_ids have shape {tuple(ids.shape)}, but the {stack.posenc_state.spec.type!r} encoding has one "
-                "position for each token: give [batch, length]; or, for several texts in one row of a model of images, "
-                "[4, batch, length], the positions in each text before those in time, height and width"
+                f"position_ids has shape {tuple(ids.shape)}, but the {stack.posenc_state.spec.type!r} encoding has one "
+                "position for each token. Pass [batch, length]. For several texts in one row of a vision model, pass "
+                "[4, batch, length], with the positions in each text before those in time, height, and width."
             )
         ids = ids.reshape(-1, length).long()
         if self.offset == 0:
@@ -250,8 +252,8 @@ class PositionInputs:
         # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
         if not torch.compiler.is_compiling() and ids.numel() and ids.min() < self.offset - 1:
             raise ValueError(
-                f"position_ids begin at {int(ids.min())}, but {type(stack).__name__} counts its first token as {self.offset} "
-                f"and padding as {self.offset - 1}, patched or not: add {self.offset} to ids that count from 0"
+                f"position_ids starts at {int(ids.min())}, but {type(stack).__name__} counts its first token as {self.offset} "
+                f"and padding as {self.offset - 1}, patched or not. Add {self.offset} to IDs that count from 0."
             )
         return (ids - self.offset).clamp(min=0)
 
@@ -373,7 +375,7 @@ def _positions(
     seen = None if mask is None else position_ids_from_mask(mask)
     if seen is not None and room is None and seen.shape[1] < past + length:
         raise ValueError(
-            f"attention_mask has {seen.shape[1]} columns for {past} cached and {length} new tokens: give one for each of them"
+            f"attention_mask has {seen.shape[1]} columns for {past} cached and {length} new tokens. Pass one for each token."
         )
     new = index if seen is None else seen[:, index[0].clamp(max=seen.shape[1] - 1)]
     new = new if ids is None else ids
@@ -417,19 +419,19 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | 
     if cache is not None and cache.is_compileable:
         # A static cache counts on its device; its size is known without asking.
         total = cache.get_max_length()
-        what = f"a static cache of {total} tokens is longer than"
+        what = f"A static cache of {total} tokens is longer than"
     else:
         total = length_of(past + length, ids, limit)
-        what = f"an input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
+        what = f"An input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
         if ids is not None and total != past + length:
             what = f"position_ids up to {total - 1 + stack.posenc_state.inputs.offset} don't fit"
     if total > limit:
         spec = stack.posenc_state.spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
-            longer = "; it has no positions beyond: hf_posenc.extend(model, max_length, method=…) makes a table longer"
+            longer = ", or make a position table longer with hf_posenc.extend(model, max_length, method=…)"
         else:
-            longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
+            longer = ", or raise the limit with hf_posenc.extend(model, max_length=…)"
         raise ValueError(
-            f"{what} max_length={limit} of this model's {spec.type!r} encoding: truncate the "
-            f"input (tokenizer: truncation=True, max_length=…){longer}"
+            f"{what} max_length={limit} of this model's {spec.type!r} encoding. Truncate the "
+            f"input (tokenizer: truncation=True, max_length=…){longer}."
         )

@@ -19,7 +19,7 @@ Batch = Mapping[str, Tensor]
 Texts = Iterable[str] | Iterable[Batch] | Batch | Tensor
 """Strings, batches, one batch, or its input_ids."""
 ALLOWED = (
-    "Allowed are strings (of a data set, (row['text'] for row in dataset)), or batches of integer tensors of one shape [N, L], "
+    "Pass strings (for a dataset, (row['text'] for row in dataset)), or batches of integer tensors of one shape [N, L]: "
     "input_ids with an optional attention_mask and token_type_ids (tokenizer(texts, padding=True, return_tensors='pt'))."
 )
 
@@ -35,12 +35,12 @@ def read_rows(texts: Any, tokenizer: Any, length: int | None = None, special: bo
     if isinstance(texts, (Tensor, Mapping)):
         texts = [{INPUTS[0]: texts} if isinstance(texts, Tensor) else texts]
     if isinstance(texts, str) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
-        raise ValueError(f"texts={short_repr(texts)[:100]}: texts are given one by one. {ALLOWED}")
+        raise ValueError(f"texts={short_repr(texts)[:100]} isn't a sequence of texts. {ALLOWED}")
     for given in texts:
         if isinstance(given, str):
             if tokenizer is None:
                 raise ValueError(
-                    "texts are strings, and no tokenizer with a vocabulary was found: pass tokenizer=…, or batches"
+                    "texts contains strings, but no tokenizer with a vocabulary was found. Pass tokenizer=…, or batches."
                 )
             settings: dict[str, Any] = {"verbose": False} if length is None else {"truncation": True, "max_length": length}
             encoded = tokenizer(given, **settings, **({} if special else {"add_special_tokens": False}))
@@ -50,7 +50,7 @@ def read_rows(texts: Any, tokenizer: Any, length: int | None = None, special: bo
             for row, real in enumerate(real_tokens(given)):
                 yield {name: given[name][row][real][:length].cpu() for name in names}
         else:
-            raise ValueError(f"texts holds {short_repr(given)[:100]}. {ALLOWED}")
+            raise ValueError(f"texts contains {short_repr(given)[:100]}, which isn't supported. {ALLOWED}")
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

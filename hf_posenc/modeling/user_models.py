@@ -62,8 +62,8 @@ def with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
         derived.PosEncModelMixin.__init__(self, config, *args, **kwargs)
         if not vars(self).pop(derived.DEFERRED_POST_INIT):
             raise ValueError(
-                f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
-                "encoding is put in"
+                f"{host.__name__}.__init__ doesn't end with self.post_init(), which installs the encoding. Call it there, as "
+                "every PreTrainedModel must."
             )
         self.post_init()
 

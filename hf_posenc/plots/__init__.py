@@ -2,7 +2,7 @@
 
 Each function returns a `matplotlib.figure.Figure`, made without pyplot: no display is needed, and threads may draw at the same
 time. `path=` also saves it as PNG, SVG or PDF; `dark=True` draws it for a dark page. matplotlib is imported when the first
-figure is drawn. If it is missing, an ImportError names the extra: `pip install "hf-posenc[plot]"`.
+figure is drawn. If it is missing, an ImportError names the extra `plot`.
 
 Figures of diagnostics are in the files of `hf_posenc.diagnostics`, the others here. All files here are imported.
 """

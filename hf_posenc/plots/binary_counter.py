@@ -24,7 +24,7 @@ def counter(*, bits: Annotated[int, Help("Number of bits, 2 to 7.")] = 5, dark: 
     Raises ValueError for other bits than 2 to 7.
     """
     if not 2 <= checked_value("bits", bits, int) <= 7:
-        raise ValueError(f"bits={bits}: allowed are 2 to 7, of which 128 rows can still be read")
+        raise ValueError(f"bits={bits} must be from 2 to 7, because more rows aren't legible.")
     count = 2**bits
     positions = np.arange(count)
     places = np.arange(bits - 1, -1, -1)  # the highest bit first, as numbers are written

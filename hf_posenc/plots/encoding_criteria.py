@@ -67,7 +67,7 @@ def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bo
     limit = TABLE if limited else getattr(encoding, "geometry", free).max_length
     known = [length for length in LENGTHS if limit is None or length <= limit]
     if not known:
-        raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]}")
+        raise ValueError(f"This {label(encoding)!r} has only {limit} positions, but the figure needs {LENGTHS[0]}.")
     sizes = {"hidden_size": hidden_size, "num_attention_heads": 1, "max_length": limit}
     whole = embedding(encoding, known[-1], **sizes)
     vectors = [replace(whole, length=length).vectors() for length in known]
@@ -95,7 +95,7 @@ def criteria(
     Raises ValueError for an encoding that adds no vectors.
     """
     if not 1 <= len(encodings) <= 6:
-        raise ValueError(f"{len(encodings)} encodings: this figure compares 1 to 6")
+        raise ValueError(f"This figure compares 1 to 6 encodings, not {len(encodings)}.")
     found = [measured(encoding, hidden_size) for encoding in encodings]
     height = 0.22 * len(encodings)
     sheet = Sheet((WIDTH, 3.0 + height), 2, 3, dark=dark, path=path, height_ratios=(2.2, height + 0.15))

@@ -37,7 +37,7 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
     settings = _checked(record)["settings"]
     tasks = [task for task in TITLES if record["scores"].get(task) or (task == "perplexity" and record[task])]
     if not tasks:
-        raise ValueError("the record has no task that was measured: see --tasks of scripts/eval_length.py")
+        raise ValueError("The record has no measured task. See --tasks of scripts/eval_length.py.")
     size = (max(0.62 * WIDTH, 0.5 + 2.1 * len(tasks)), 5.2)
     sheet = Sheet(size, 2, len(tasks), dark=dark, path=path, sharex="col")
     entries: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) 
     """
     settings, heat = _checked(record)["settings"], record["heat"]
     if not heat:
-        raise ValueError('the record has no needles: see --tasks of scripts/eval_length.py, of which "needle" is one')
+        raise ValueError("The record has no needles. Run scripts/eval_length.py with --tasks needle.")
     names = shown(list(heat), settings["models"], settings["baseline"])
     columns, depths = sorted(next(iter(heat.values())), key=int), settings["depths"]
     size = (1.3 + len(names) * (0.35 + 0.42 * len(columns)), 1.2 + 0.42 * depths)
@@ -152,5 +152,5 @@ def _difference(record: Mapping[str, Any], task: str, column: str, name: str) ->
 def _checked(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(record, Mapping) or (missing := [part for part in PARTS if part not in record]):
         lacks = f"it has no {missing[0]!r}" if isinstance(record, Mapping) else f"it is a {type(record).__name__}"
-        raise ValueError(f"this is no record of scripts/eval_length.py: {lacks}; give the length.json that it wrote")
+        raise ValueError(f"This isn't a record of scripts/eval_length.py: {lacks}. Pass the length.json that it wrote.")
     return record

@@ -28,7 +28,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
     """
     chosen = groups_by_panel(record)
     if not chosen:
-        raise ValueError(f"the record has no group of the kinds {', '.join(KINDS)} on BERT, which this figure shows")
+        raise ValueError(f"The record has none of the groups {', '.join(KINDS)} for BERT, which this figure shows.")
     found = {name for in_panel in chosen.values() for group in in_panel for name in group["subjects"]} - {STOCK, NONE}
     names = [NONE, *sorted(name for name in found if "'" not in name)]  # without those of other options
     columns = min(2, len(chosen))
@@ -73,9 +73,7 @@ def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Map
     """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError for another record."""
     groups = record.get("groups") if isinstance(record, Mapping) else None
     if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
-        raise ValueError(
-            "this is no record of scripts/bench.py, which has groups of subjects: give the bench.json that it wrote"
-        )
+        raise ValueError("This isn't a record of scripts/bench.py. Pass the bench.json that it wrote.")
     chosen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for group in groups.values():
         if group["kind"] in KINDS and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):

@@ -61,7 +61,7 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "w", **options: Any) -
     file are kept. Devices and pipes, such as /dev/stdout, can't be replaced and are written directly.
     """
     if mode not in ("w", "wb"):
-        raise ValueError(f"mode={mode!r} isn't supported: use 'w' or 'wb'")
+        raise ValueError(f"mode={mode!r} isn't supported. Use 'w' or 'wb'.")
     if mode == "w":
         options = {"encoding": "utf-8", **options}
     before = os.stat(path) if os.path.exists(path) else None
@@ -168,7 +168,7 @@ def replaced(
     folder = Path(os.path.realpath(directory))
     new = not folder.exists()
     if not new and not folder.is_dir():
-        raise ValueError(f"{directory} is a file: give a folder to save into")
+        raise ValueError(f"{directory} is a file. Pass a directory to save into.")
     with _explained(directory):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -213,11 +213,11 @@ def _prepare(
     obsolete = sorted(stale(folder, names))
     for name in (*names, *obsolete):
         if not _within(folder, name):
-            raise ValueError(f"{folder / name} is outside {folder}: remove the symlink, or choose another directory")
+            raise ValueError(f"{folder / name} is outside {folder}. Remove the symlink, or choose another directory.")
     for name in names:
         there = folder / name
         if there.is_dir():
-            raise ValueError(f"{there} is a directory, and the save writes a file of this name: rename the directory")
+            raise ValueError(f"{there} is a directory, but the save writes a file of this name. Rename the directory.")
         if there.is_file():
             shutil.copymode(there, files / name)
     config = json_of(files / CONFIG)
@@ -388,7 +388,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
         )
         if error.errno not in REMEDIES or not (temporary or os.fsdecode(error.filename) == os.path.realpath(path)):
             raise
-        said = f"{error.strerror}. {os.fspath(path)} was not changed. {REMEDIES[error.errno]}"
+        said = f"{error.strerror}. {os.fspath(path)} was not changed. {REMEDIES[error.errno]}."
         raise OSError(error.errno, said) from error
 
 

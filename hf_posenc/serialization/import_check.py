@@ -36,7 +36,7 @@ def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any
     try:
         found = _imported(tuple(files.items()), tuple(code.texts), json.dumps(encodings))
     except OSError as error:  # not remembered: another time it may work
-        return f"the copies can't be tried in a temporary directory: {error}"
+        return f"the copies can't be tested in a temporary directory: {error}."
     if isinstance(found, str):
         return found
     for name, module in code.modules.items():
@@ -46,7 +46,7 @@ def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any
             if ours != theirs:
                 return (
                     f"{module}.{constant} is {shown:.80} here, and {there:.80} where the file is imported again. Set it in the "
-                    "file, and restart Python"
+                    "file, and restart Python."
                 )
     return None
 
@@ -68,12 +68,12 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
         try:
             for name in users:  # Transformers takes what looks like an import in a string for one, too
                 if missing := {f"{each}.py" for each in check_imports(Path(folder, f"{name}.py"))} - {*dict(files)}:
-                    return f"Transformers would look for {', '.join(sorted(missing))} beside it"
+                    return f"Transformers would look for {', '.join(sorted(missing))} in the same directory."
             modules = {name: importlib.import_module(f"{package.__name__}.{name}") for name in users}
             base = sys.modules[f"{package.__name__}.{BASE}"]
             for each in json.loads(encodings):
                 if each["type"] not in base.PositionEncoding.registered:
-                    return f"it defines no encoding {each['type']!r} when it is imported"
+                    return f"it defines no encoding {each['type']!r} when it is imported."
                 _make(base, **each)
             return {name: _constants(module, dict(files)[f"{name}.py"]) for name, module in modules.items()}
         except (Exception, SystemExit) as error:
@@ -81,7 +81,7 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
             said = re.sub(r"\.? Run `pip install .*", "", str(error).replace(folder, ""), flags=re.DOTALL)
             return (
                 f"the copy can't be imported: {type(error).__name__}: {said}. It can't open files. It can import installed "
-                "packages, hf_posenc.PositionEncoding, hf_posenc.encodings, and neighboring files (from .helpers import …)"
+                "packages, hf_posenc.PositionEncoding, hf_posenc.encodings, and neighboring files (from .helpers import …)."
             )
         finally:
             for name in [name for name in list(sys.modules) if name.partition(".")[0] == package.__name__]:

@@ -16,9 +16,9 @@ def refuse_interrupted(config: dict[str, Any] | Path) -> None:
         config = json_of(config)
     if isinstance(config, dict) and MARKER in config:
         raise ValueError(
-            f"the last save into {where} was interrupted, and its files belong to two models. Restore the earlier model with "
+            f"The last save into {where} was interrupted, so its files belong to two models. Restore the earlier model with "
             f"`hf-posenc inspect {'DIRECTORY' if where == 'this directory' else where}`, save the model again, or load another "
-            "checkpoint"
+            "checkpoint."
         )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import _compat
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, initialize_missing, is_marked, mark, portable
 from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
@@ -49,7 +50,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
             for cls in (part for each in spec.all_encodings for part in each.parts.values()):
                 if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
                     raise ValueError(
-                        f"{cls.__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
+                        f"{cls.__qualname__} can't be added to a model's own code. Run {INSTALL}, and patch with it."
                     )
             copy_code(save_directory)
             self.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in self._auto_classes().items()}
@@ -118,18 +119,21 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         conversions = _compat.weight_conversions(model)
         conversions[:] = [each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))]
         for kind, remedy in (
-            ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
+            (
+                "missing_keys",
+                "The file is incomplete or was never patched. Load it with its own class, then call hf_posenc.patch.",
+            ),
             (
                 "unexpected_keys",
-                "its config asks for another encoding than its weights were saved with, or a module that was to have them has "
-                "become another (as by quantisation): restore the config, or load it without",
+                "The config names another encoding than the weights were saved with, or a module that needs them was replaced, "
+                "such as by quantization. Restore the config, or load the model without quantization.",
             ),
-            ("mismatched_keys", "its config asks for other sizes than its weights were saved with: restore the config"),
+            ("mismatched_keys", "The config has other sizes than the weights were saved with. Restore the config."),
         ):
             names = (key if isinstance(key, str) else key[0] for key in info[kind])
             keys = sorted(name for name in names if "posenc." in name)
             if keys:
-                raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
+                raise ValueError(f"{pretrained_model_name_or_path} has {kind} {', '.join(keys[:4])}. {remedy}")
         return (model, info) if wanted else model
 
     @staticmethod
@@ -141,18 +145,20 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         for file in (*(checkpoint_files or ()), *shards):
             if not str(file).endswith(".safetensors"):
                 raise ValueError(
-                    f"{file} is not a safetensors file and was not opened: other weights are pickles, which can run any code. "
-                    "Load them with the program that they are from, and save with save_pretrained"
+                    f"{file} is not a safetensors file and was not opened. Other weights are pickles, which can run any code. "
+                    "Load them with the program that they are from, and save them with save_pretrained."
                 )
         for name in shards:
             if re.search(r"[/\\:]", name):
-                raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
+                raise ValueError(
+                    f"The index of this checkpoint names {name!r}, which isn't a file in its directory. Restore it."
+                )
         _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
         encodings = (module for module in model.modules() if isinstance(module, PositionEncoding))
         for table in (table for encoding in encodings for table in encoding.stored().values()):
             raise ValueError(
-                f"{table.path} was given, and this checkpoint has its table in its own weights. Leave the file out, or patch "
-                "the stock model with it"
+                f"{table.path} was given, but this checkpoint has its table in its own weights. Omit the file, or patch the "
+                "original model with it."
             )
         info, *others = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
@@ -168,8 +174,8 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             tables = [] if given is None or _compat.has_adapters(self) else _stored_names(self)
             if missing := [name for name in tables if name not in given]:
                 raise ValueError(
-                    f"state_dict lacks {missing[0]!r}, a table in a file of its own, without which the model can't be loaded: "
-                    "add the tensor of model.state_dict(), or leave state_dict out. Nothing was saved."
+                    f"state_dict lacks {missing[0]!r}, a table in a separate file, without which the model can't be loaded. "
+                    "Add the tensor of model.state_dict(), or omit state_dict. Nothing was saved."
                 )
             with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
@@ -272,12 +278,12 @@ def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
         refuse_interrupted(Path(file).with_name(CONFIG))
         if label is not None and _type(label) != encoding["type"]:
             raise ValueError(
-                f"{file} was saved with the {_type(label)!r} encoding, and its config asks for {encoding['type']!r}: restore "
-                "the config.json that was saved with it, or save the model again"
+                f"{file} was saved with the {_type(label)!r} encoding, but its config names {encoding['type']!r}. Restore "
+                "the config.json that was saved with it, or save the model again."
             )
     for one, other in itertools.pairwise(labels):
         if labels[one] != labels[other]:
-            raise ValueError(f"{one} and {other} are of two saves: copy all files of one of them, or save the model again")
+            raise ValueError(f"{one} and {other} are from two saves. Copy all files of one save, or save the model again.")
 
 
 def _type(label: str) -> Any:

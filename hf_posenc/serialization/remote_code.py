@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
 from hf_posenc.serialization.copies import ENTRY
@@ -124,7 +125,7 @@ def _geometry(cls: Any, config: Any) -> Geometry:
 
 @functools.cache
 def _announce(path: Path) -> None:
-    logger.warning("%s is saved with the model, whole: whoever loads it can read it", path)
+    logger.warning("%s is saved with the model in full. Anyone who loads the model can read it.", path)
 
 
 def without_code(message: str) -> dict[str, str]:
@@ -160,7 +161,7 @@ def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
     modules = sorted(module for module in wanted if module.rpartition(".")[0] == package)
     lines = [f"from .{flat(owner)} import {name}\n" for name, owner in owners.items()]
     lines += [f"from . import {flat(module)} as {module.rpartition('.')[2]}\n" for module in modules]
-    message = f"{package}.{{name}} is not saved with a model"
+    message = f"{package}.{{name}} is not saved with a model."
     lines += [
         f"\n__all__ = {sorted(owners)}\n",
         "\n\ndef __getattr__(name):\n    # Not AttributeError, from which `from … import …` makes a message of its own.\n",
@@ -214,7 +215,7 @@ def _linked(source: str, carried: Collection[str]) -> str:
     return "".join(lines)
 
 
-NEEDED = "this needs {}, which is not saved with the model: pip install hf-posenc, import hf_posenc, and load the model again"
+NEEDED = f"This needs {{}}, which is not saved with the model. Run {INSTALL}, import hf_posenc, and load the model again."
 
 
 def _relative(node: ast.ImportFrom, alias: ast.alias, owner: str) -> str:

@@ -37,7 +37,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The same, of a file that holds a JSON object."""
     found = read_json(path)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, and a JSON object is needed. Restore the file")
+        raise ValueError(f"{path} holds a {type(found).__name__}, but must hold a JSON object. Restore the file.")
     return found
 
 
@@ -70,14 +70,14 @@ def check_there(path: str | os.PathLike[str]) -> None:
         with os.scandir(name) as entries:
             shown = [entry for entry in entries if entry.name[0] != "." and os.path.exists(entry.path)]
         if odd := [entry.path for entry in shown if not entry.is_file() and not entry.is_dir()]:
-            raise ValueError(f"{odd[0]} isn't a regular file. Remove it: reading it could wait forever")
+            raise ValueError(f"{odd[0]} isn't a regular file. Remove it, because reading it could wait forever.")
     elif os.path.exists(name) and not os.path.isfile(name):
         raise ValueError(f"{name} isn't a directory. {PLACE}")
     elif not os.path.exists(name) and (isinstance(path, os.PathLike) or os.path.islink(name) or not _is_id(name)):
-        raise FileNotFoundError(f"the directory {name!r} doesn't exist. {PLACE}")
+        raise FileNotFoundError(f"The directory {name!r} doesn't exist. {PLACE}")
 
 
-PLACE = "Give the directory of a saved model, or its id on the Hub, such as 'bert-base-uncased'"
+PLACE = "Pass the directory of a saved model, or its ID on the Hub, such as 'bert-base-uncased'."
 
 
 def _is_id(name: str) -> bool:
@@ -97,12 +97,12 @@ def read_config(path: str | os.PathLike[str], **source: Any) -> dict[str, Any]:
     for a config that can't be read.
     """
     check_there(path)
-    with explained(f"the {CONFIG_NAME} of {path}", every_error=True):
+    with explained(f"The {CONFIG_NAME} of {path}", every_error=True):
         config, _ = PreTrainedConfig.get_config_dict(path, **source)
     names = config.get("architectures") if isinstance(config, dict) else 0
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         wrong = f"it holds a {type(config).__name__}" if names == 0 else f"architectures={names!r:.80}"
-        raise ValueError(f"the {CONFIG_NAME} of {path} isn't the config of a model: {wrong}. Restore the file")
+        raise ValueError(f"The {CONFIG_NAME} of {path} isn't the config of a model: {wrong}. Restore the file.")
     level: list[Any] = [config]
     for _ in range(MAX_DEPTH):
         level = [
@@ -112,14 +112,14 @@ def read_config(path: str | os.PathLike[str], **source: Any) -> dict[str, Any]:
             for inner in (value.values() if isinstance(value, dict) else value)
         ]
     if level:
-        raise ValueError(f"the {CONFIG_NAME} of {path} is nested deeper than {MAX_DEPTH} levels. Restore the file")
+        raise ValueError(f"The {CONFIG_NAME} of {path} is nested deeper than {MAX_DEPTH} levels. Restore the file.")
     return config
 
 
 def load_config(path: str | os.PathLike[str], **source: Any) -> PreTrainedConfig:
     """The config of a saved model, as AutoConfig has it. Raises the errors of `read_config`."""
     read_config(path, **source)
-    with explained(f"the {CONFIG_NAME} of {path}"):
+    with explained(f"The {CONFIG_NAME} of {path}"):
         return AutoConfig.from_pretrained(path, **source)
 
 
@@ -135,14 +135,14 @@ def check_sentence_modules(model: str) -> None:
     for folder, kind in named:  # which grows: routers have modules of their own, also routers
         if not str(kind).startswith("sentence_transformers."):
             raise ValueError(
-                f"{model} has a module of class {kind!r:.80}, which isn't part of sentence-transformers, and was not loaded: "
-                "importing that class would run code that came with the model. If you trust it, load the model with "
-                "SentenceTransformer(…, trust_remote_code=True) in Python, then call hf_posenc.patch or hf_posenc.convert"
+                f"{model} has a module of class {kind!r:.80}, which isn't part of sentence-transformers, so it was not loaded. "
+                "Importing that class would run code that came with the model. If you trust it, load the model with "
+                "SentenceTransformer(…, trust_remote_code=True) in Python, then call hf_posenc.patch or hf_posenc.convert."
             )
         for file in ("router_config.json", CONFIG_NAME):
             name = f"{folder}/{file}".lstrip("/")
             if len(named) > MAX_MODULES:  # a router that names itself
-                raise ValueError(f"{model} lists more than {MAX_MODULES} modules of sentence-transformers. Restore the files")
+                raise ValueError(f"{model} lists more than {MAX_MODULES} modules of sentence-transformers. Restore the files.")
             if has_file(model, name):
                 types = read_json_object(Path(str(cached_file(model, name)))).get("types")
                 named += [(f"{folder}/{path}", each) for path, each in types.items()] if isinstance(types, dict) else []
@@ -169,6 +169,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, (UnpicklingError, EOFError)):  # torch's own words recommend to run what is in the file
-        return "a file is damaged, or holds something else than tensors. Save the model again, as safetensors"
+        return "a file is damaged, or holds something other than tensors. Save the model again, as safetensors."
     words = " ".join(str(error).split())[:LONGEST_ERROR]
     return words if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {words}"

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import portable
 from hf_posenc.serialization import remote_code
@@ -29,10 +30,10 @@ def config_files(config: Any) -> dict[str, str]:
         except ValueError as reason:
             users = [part for part, _ in parts if not is_ours(part.__module__)]
             names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)
-            remedy = f"it loads where hf-posenc is installed and {names} is imported"
-            warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
+            remedy = f"It loads where hf-posenc is installed and {names} is imported."
+            warnings.warn(f"{str(reason).removesuffix('.')}. The model is saved without its code. {remedy}", stacklevel=3)
             files = remote_code.without_code(
-                f"the class of this model's position encoding {spec.type!r} isn't with it: pip install hf-posenc; {remedy}"
+                f"The class of this model's position encoding {spec.type!r} isn't saved with it. Run {INSTALL}. {remedy}"
             )
             auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
         config.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in auto_classes.items()}

@@ -27,7 +27,7 @@ def load_sentence_model(name: str, classes: tuple[str, ...] = CLASSES, **options
     kind = about.get("model_type", CLASSES[0])
     if kind not in classes:
         raise ValueError(
-            f"{ABOUT} of {name} has model_type {kind!r}{did_you_mean(kind, classes)}. Allowed: {', '.join(classes)}"
+            f"{ABOUT} of {name} has model_type {kind!r}{did_you_mean(kind, classes)}. Allowed: {', '.join(classes)}."
         )
     check_sentence_modules(name)
     with explained(f"the weights of {name}"):

@@ -98,7 +98,7 @@ def check_tokenizer(tokenizer: Any, name: str) -> None:
 
 
 def _remedy(name: str) -> str:
-    return f"Save the original model's tokenizer there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})"
+    return f"Save the original model's tokenizer there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})."
 
 
 def check_ids(ids: Tensor, embedding: Any, where: str) -> None:
@@ -110,7 +110,7 @@ def check_ids(ids: Tensor, embedding: Any, where: str) -> None:
     if ids.numel() and (ids.min() < 0 or ids.max() >= vocabulary):
         raise ValueError(
             f"{where} has input_ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has the ids 0 to "
-            f"{vocabulary - 1}. Use the tokenizer that the model was trained with"
+            f"{vocabulary - 1}. Use the tokenizer that the model was trained with."
         )
 
 
@@ -129,6 +129,6 @@ def check_known(tokenizer: Any, rows: Iterable[Any]) -> None:
     count = int((ordinary == unknown).sum())
     if count and count >= UNKNOWN * len(ordinary):
         raise ValueError(
-            f"the tokenizer doesn't know the texts: {count} of their {len(ordinary)} tokens are {tokenizer.unk_token!r}. Use "
-            "the tokenizer that the model was trained with, and texts in a language that it knows"
+            f"The tokenizer doesn't know the texts: {count} of their {len(ordinary)} tokens are {tokenizer.unk_token!r}. Use "
+            "the tokenizer that the model was trained with, and texts in a language that it supports."
         )

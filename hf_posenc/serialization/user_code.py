@@ -63,8 +63,8 @@ class UserCode:
         if path is None:
             place = "a notebook or a script that was started" if started else "no file"
             raise ValueError(
-                f"{cls.__qualname__} is defined in {cls.__module__}, {place}, and can't be saved with the model: write it to a "
-                f"file and import it (from my_encodings import {cls.__name__})"
+                f"{cls.__qualname__} is defined in {cls.__module__}, {place}, and can't be saved with the model. Write it to a "
+                f"file and import it (from my_encodings import {cls.__name__})."
             )
         self._add(cls.__module__, path)
         self.texts = dict(sorted(self.texts.items()))
@@ -73,7 +73,7 @@ class UserCode:
         name = "posenc_own_" + re.sub(r"\W", "_", module, flags=re.ASCII)
         taken = next((other for other in self.paths if other.casefold() == name.casefold()), None)
         if taken and self.paths[taken] != path:
-            raise ValueError(f"{self.paths[taken]} and {path} would both be saved as {name}.py: rename one of them")
+            raise ValueError(f"{self.paths[taken]} and {path} would both be saved as {name}.py. Rename one of them.")
         if taken is None:
             self.paths[name] = path
             self.modules[name] = module
@@ -88,11 +88,11 @@ class UserCode:
                 warnings.simplefilter("ignore")  # of escapes in its strings; Python gave them when it was imported
                 tree = parsed(source)
         except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"{path} can't be saved with the model, since it can't be read: {error}") from error
+            raise ValueError(f"{path} can't be saved with the model, because it can't be read: {error}.") from error
         if edited := _edited(module, source):
             raise ValueError(
                 f"{path} can't be saved with the model: its {edited} was edited after it was imported. Restart Python, and "
-                "load the model again"
+                "load the model again."
             )
         nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -101,7 +101,7 @@ class UserCode:
         if own := sorted(top for top in tops if top == module.partition(".")[0] or _is_own(top)):
             raise ValueError(
                 f"{path} can't be saved with the model: it imports {', '.join(own)} by full name, which other machines don't "
-                "have. Put the files into one directory, and import them relatively (from .helpers import …)"
+                "have. Put the files into one directory, and import them relatively (from .helpers import …)."
             )
         lines = [line.encode() for line in source.split("\n")]
         for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):

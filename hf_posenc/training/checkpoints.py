@@ -1,7 +1,7 @@
-"""Checkpoint folders that are complete or absent, also after a killed process, a full disk or an interrupted copy.
+"""Checkpoint directories that are complete or absent, even after a killed process, a full disk, or an interrupted copy.
 
-A folder is written under a hidden name, flushed to disk, and renamed. Its manifest, which is written last, lists
-every file with its size.
+A directory is written under a hidden name, flushed to disk, and renamed. Its manifest is written last and lists every file
+with its size.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ NAMES = re.compile(r"(step|epoch|best)_\d+")
 
 
 def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
-    """Replace `folder` by the files that `fill` writes on all processes and a manifest that contains `about`, or by nothing.
+    """Replace `folder` with the files that `fill` writes on all processes, and a manifest that contains `about`.
 
-    Raises SystemExit where it can't be written.
+    If writing fails, `folder` doesn't change. Raises SystemExit if it can't be written.
     """
 
     def finish(aside: Path) -> None:
@@ -35,18 +35,18 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
         records.write(aside / MANIFEST, {**about, "files": files})
 
     last = newest(folder.parent)
-    kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+    kept = f"The last complete checkpoint is {last}." if last else "There is no earlier checkpoint."
     _together(accelerator, folder.parent, atomic.new_directory(folder), fill, finish, f"{folder} can't be written", kept)
 
 
 def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
-    """Replace files in `output_dir` by those that `fill` writes on all processes, all or none of them, `last` at the end.
+    """Replace files in `output_dir` with those that `fill` writes on all processes: all of them or none, `last` at the end.
 
-    Raises SystemExit where they can't be written.
+    Raises SystemExit if they can't be written.
     """
-    refusal = f"the model can't be written to {output_dir}"
+    refusal = f"The model can't be written to {output_dir}"
     writer = atomic.replaced(output_dir, last=last, flush=True)
-    _together(accelerator, output_dir, writer, fill, lambda _: None, refusal, "the checkpoints are as they were")
+    _together(accelerator, output_dir, writer, fill, lambda _: None, refusal, "The checkpoints were not changed.")
 
 
 def _together(
@@ -58,17 +58,17 @@ def _together(
     refusal: str,
     kept: str,
 ) -> None:
-    """Fill the directory of an atomic writer on all processes. The main one opens the writer, finishes and closes it."""
+    """Fill the directory of an atomic writer on all processes. The main process opens, finishes, and closes the writer."""
 
     def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return act(*arguments)
         except (OSError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not torch.save's
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not from torch.save
                 raise
             place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
             free = shutil.disk_usage(place).free // 2**20
-            raise SystemExit(f"{refusal} ({error}); the disk has {free:,} MiB free; {kept}") from None
+            raise SystemExit(f"{refusal} ({error}). The disk has {free:,} MiB free. {kept}") from None
 
     main, folder = accelerator.is_main_process, [""]
     with contextlib.ExitStack() as opened:
@@ -84,7 +84,7 @@ def _together(
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder; None if it or a file that it lists is missing or truncated."""
+    """The manifest of a directory, or None if the manifest or a listed file is missing or truncated."""
     try:
         about = records.read(folder / MANIFEST)
         whole = all((folder / name).stat().st_size == size for name, size in about["files"].items())
@@ -94,7 +94,7 @@ def manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def found(output_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The complete checkpoints in a folder, newest first, with their manifests. Warns of each incomplete one."""
+    """The complete checkpoints in a directory with their manifests, newest first. Warns about incomplete ones."""
     complete = {}
     for folder in [*output_dir.glob("step_*"), *output_dir.glob("epoch_*")]:
         if not folder.is_dir() or not NAMES.fullmatch(folder.name):
@@ -102,17 +102,20 @@ def found(output_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if about := manifest(folder):
             complete[folder] = about
         else:
-            warnings.warn(f"{folder} is not complete, and left out", stacklevel=3)
+            warnings.warn(f"{folder} is incomplete and was ignored.", stacklevel=3)
     return iter(sorted(complete.items(), key=lambda each: each[1]["step"], reverse=True))
 
 
 def newest(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint in a folder, or None."""
+    """The newest complete checkpoint in a directory, or None."""
     return next((folder for folder, _ in found(output_dir)), None)
 
 
 def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
-    """Remove incomplete folders, all but the `keep_last` newest checkpoints, and best models that no checkpoint refers to."""
+    """Remove incomplete directories, old checkpoints, and best models that no checkpoint refers to.
+
+    keep_last: the number of newest checkpoints to keep. None keeps all.
+    """
     for leftover in output_dir.glob(".*_*"):
         if NAMES.fullmatch(leftover.name[1:].removesuffix("-old")):
             shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""Classification of texts and of words: tasks of finetune.py."""
+"""Classification of texts and words: tasks of finetune.py."""
 
 import argparse
 from collections import Counter
@@ -23,7 +23,7 @@ from hf_posenc.training.task import token_losses
 
 
 class Labelled(Supervised):
-    """A task whose rows have one label, or one per word."""
+    """A task whose examples have one label, or one label per word."""
 
     flags = ("text_column", "label_column")
     best_by = "eval_macro_f1"
@@ -36,49 +36,56 @@ class Labelled(Supervised):
         self.pad = (DataCollatorForTokenClassification if self.of_words else DataCollatorWithPadding)(tokenizer)
 
     def check(self, text: Any, label: Any, where: str) -> list[Any]:
-        """The row's labels. Raises SystemExit for a bad text or label."""
+        """The labels of an example. Raises SystemExit if its text or label is invalid."""
         if text is not None and not isinstance(text, str):
-            raise SystemExit(f"`{self.arguments.text_column}` is to hold strings, but {where} has {text!r}")
+            raise SystemExit(f"{where} has {text!r} in the column `{self.arguments.text_column}`, which must contain strings.")
         if not text or not text.strip():
-            raise SystemExit(f"{where} has no text: leave it out")
+            raise SystemExit(f"{where} has no text. Remove it.")
         return [self.check_label(label, where)]
 
     def check_label(self, label: Any, where: str) -> Any:
         if label is None or label == "":
-            raise SystemExit(f"{where} has no label: leave it out")
+            raise SystemExit(f"{where} has no label. Remove it.")
         if not isinstance(label, (str, int)):
-            raise SystemExit(f"`{self.arguments.label_column}` is to hold strings or integers, but {where} has {label!r}")
+            raise SystemExit(
+                f"{where} has {label!r} in the column `{self.arguments.label_column}`, which must contain strings or integers."
+            )
         return label
 
     def _labels(self, accelerator: Accelerator) -> list[Any]:
-        """All labels of the training rows, sorted.
+        """All labels of the training data, sorted.
 
-        Raises SystemExit if there are fewer than two, or if a validation label is none of them.
+        Raises SystemExit if there are fewer than two, or if the validation data contain another label.
         """
         seen: dict[str, set[Any]] = {name: set() for name in self.splits}
         for name, where, row in self.checked(accelerator):
             seen[name].update(self.check(row[self.arguments.text_column], row[self.arguments.label_column], where))
         known = sorted(seen["train"], key=lambda label: (str(type(label)), label))
         if len(known) < 2:
-            raise SystemExit(f"the only label in the train data is {known[0]!r}: to classify takes two")
+            raise SystemExit(
+                f"The training data contain only the label {known[0]!r}. Classification needs at least two labels."
+            )
         if unknown := seen.get("validation", set()) - set(known):
-            raise SystemExit(f"the validation data have the labels {sorted(unknown)}, the train data {known} alone")
+            raise SystemExit(f"The validation data have the labels {sorted(unknown)}, and the training data only have {known}.")
         return known
 
     def _shown(self, label: Any) -> str:
         feature = (self.splits["train"].features or {}).get(self.arguments.label_column)
-        feature = getattr(feature, "feature", feature)  # the feature of a list's items
+        feature = getattr(feature, "feature", feature)  # of the items of a list
         return feature.int2str(label) if isinstance(feature, ClassLabel) else str(label)
 
     def adapt(self, config: Any) -> None:
-        """Name the labels, in the order of a model trained on the same ones. Raises SystemExit if it has another number."""
+        """Name the labels in the config, in the order of a model trained on the same labels.
+
+        Raises SystemExit if the model has another number of labels.
+        """
         labels = {self._shown(label): label for label in self.ids}
         head = self.kind.__name__.removeprefix("AutoModel")
         if any(name.endswith(head) for name in config.architectures or ()):
             if config.num_labels != len(labels):
                 raise SystemExit(
-                    f"{self.arguments.model_name_or_path} tells {config.num_labels} classes apart, and the data have "
-                    f"{len(labels)} ({', '.join(labels)}): start from the model it was trained from"
+                    f"{self.arguments.model_name_or_path} distinguishes {config.num_labels} classes, and the data have "
+                    f"{len(labels)} ({', '.join(labels)}). Start from the model that it was trained from."
                 )
             if config.label2id.keys() == labels.keys():
                 labels = {name: labels[name] for name in sorted(labels, key=config.label2id.get)}
@@ -99,7 +106,7 @@ class Labelled(Supervised):
         return self.pad([{"input_ids": row["input_ids"], "labels": row["labels"]} for _, row in rows])
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """Accuracy, macro-F1, the mean loss of a label, and the share of the most frequent label for comparison."""
+        """Accuracy, macro-F1, the mean loss per label, and the share of the most frequent label for comparison."""
         predicted: list[int] = []
         expected: list[int] = []
         losses = 0.0
@@ -128,7 +135,7 @@ class SequenceClassification(Labelled):
 
 
 class TokenClassification(Labelled):
-    """A word's label is predicted at its first token; words that are cut off, or have no token, are ignored."""
+    """Predicts the label of a word at its first token. Words that are truncated or have no token are ignored."""
 
     kind = AutoModelForTokenClassification
     of_words = True
@@ -140,22 +147,25 @@ class TokenClassification(Labelled):
     def check(self, text: Any, label: Any, where: str) -> list[Any]:
         words, labels = separated(text), separated(label)
         if not all(isinstance(word, str) for word in words):
-            raise SystemExit(f"`{self.arguments.text_column}` is to hold words, but {where} has {text!r}")
+            raise SystemExit(f"{where} has {text!r} in the column `{self.arguments.text_column}`, which must contain words.")
         if not any(words):
-            raise SystemExit(f"{where} has no words: leave it out")
+            raise SystemExit(f"{where} has no words. Remove it.")
         if len(words) != len(labels):
-            raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels: each word has one")
+            raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels. Each word needs one label.")
         return [self.check_label(each, where) for each in labels]
 
     def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         made = super().prepare(accelerator, length)
         if "validation" in made and max(map(max, made["validation"]["labels"])) < 0:
-            raise SystemExit("no word of the validation data has a token")
+            raise SystemExit("No word of the validation data has a token. Use other validation data.")
         return made
 
 
 def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
-    """Token ids cut to `length`, the lengths before, and labels by number; `columns` are those of texts and labels."""
+    """Token IDs truncated to `length`, the lengths before truncation, and the numbers of the labels.
+
+    columns: the columns of texts and labels.
+    """
     texts, labels = (rows[column] for column in columns)
     whole, cut = tokenizer(texts, verbose=False).input_ids, Cut(tokenizer)
     return {
@@ -166,7 +176,7 @@ def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
 
 
 def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
-    """`encoded_texts` for words, joined by blanks as in the texts that the model was pretrained on and will be used for."""
+    """`encoded_texts` for words. They are joined by spaces, as in texts for pretraining and inference."""
     words, labels = ([separated(each) for each in rows[column]] for column in columns)
     whole, cut = tokenizer([" ".join(each) for each in words], return_offsets_mapping=True, verbose=False), Cut(tokenizer)
     made: Row = {"input_ids": [], "length": [], "labels": []}
@@ -182,12 +192,12 @@ def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
 
 
 def separated(words: Any) -> list[Any]:
-    """Words or labels as a list; a string is split at blanks."""
+    """Words or labels as a list. A string is split at whitespace."""
     return words.split() if isinstance(words, str) else words if isinstance(words, list) else [words]
 
 
 def first_tokens(words: list[str], offsets: list[tuple[int, int]]) -> Iterator[int | None]:
-    """The first token of each word; None for words without tokens. `offsets` are characters of the joined words."""
+    """The first token of each word, or None for words without tokens. offsets: characters in the joined words."""
     begin = token = 0
     for word in words:
         while token < len(offsets) and offsets[token][1] <= begin:

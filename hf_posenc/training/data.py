@@ -1,8 +1,9 @@
-"""Rows: reading, tokenization and order.
+"""Examples: reading, tokenization, and order.
 
-Training rows are an endless stream of permutations, each drawn from the seed and the epoch alone. Step s trains on rows s·G
-to (s + 1)·G - 1 of it, where G is the global batch: batch size x processes x accumulated batches. So a run that is resumed,
-or divided differently over processes and accumulation, trains on the same rows in the same steps.
+Training examples are an endless stream of permutations. Each permutation depends only on the seed and the epoch. Step s
+trains on examples s·G to (s + 1)·G - 1 of the stream, where G is the global batch: batch size x processes x accumulated
+batches. Therefore, a run trains on the same examples in the same steps if it is resumed, or divided differently over
+processes and accumulation.
 """
 
 import argparse
@@ -24,20 +25,20 @@ from hf_posenc.serialization import tokenizer_files
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
-"""Rows with their numbers in the stream; everything random about a row is drawn from its number."""
+"""Examples with their numbers in the stream. All randomness of an example depends on its number."""
 
 
 def read(path: Path, streaming: bool = False) -> Any:
-    """The rows of a local file, or of all files in a folder. Raises SystemExit for one that is missing, empty or unknown."""
+    """The examples in a local file or in all files of a directory. Raises SystemExit if it can't be read."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     if not files:
-        raise SystemExit(f"{path} is an empty folder")
+        raise SystemExit(f"{path} is an empty directory. Use a directory with data files.")
     suffixes = sorted({file.suffix for file in files})
     if len({KINDS.get(each) for each in suffixes}) > 1:
-        raise SystemExit(f"{path} holds files of several kinds, {', '.join(suffixes)}: keep one kind in a folder")
+        raise SystemExit(f"{path} contains files of several types, {', '.join(suffixes)}. Use one type per directory.")
     for file in files:
         if "::" in str(file.absolute()):
-            raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it")
+            raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it.")
         try:
             text_files.check(file, streaming)
         except ValueError as error:
@@ -48,10 +49,10 @@ def read(path: Path, streaming: bool = False) -> Any:
 
 
 def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`train`, and `validation` if there is one. Raises SystemExit where they can't be read."""
+    """The split `train`, and `validation` if it exists. Raises SystemExit if a split can't be read."""
     if bool(arguments.train_file) == bool(arguments.dataset_name):
-        raise SystemExit("the texts come from --train_file or from --dataset_name: give one of the two")
-    with accelerator.main_process_first():  # fills the cache for the others
+        raise SystemExit("The texts come from either --train_file or --dataset_name. Set exactly one of them.")
+    with accelerator.main_process_first():  # fills the cache for the other processes
         if arguments.train_file:
             splits = {"train": read(arguments.train_file, arguments.streaming)}
         else:
@@ -59,10 +60,12 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
             check_folder(name)
             loaded = _loaded(name, name, part, streaming=arguments.streaming)
             if "train" not in loaded:
-                raise SystemExit(f"the data set {name} has the splits {list(loaded)}, but no `train`")
+                raise SystemExit(
+                    f"The dataset {name} has no split `train`, only {list(loaded)}. Use a dataset with this split."
+                )
             splits = {"train": loaded["train"]}
             if "validation" in loaded:
-                # Not streamed, so that every evaluation has the same rows.
+                # Not streamed, so that every evaluation uses the same examples.
                 splits["validation"] = _loaded(name, name, part, split="validation")
         if arguments.validation_file:
             splits["validation"] = read(arguments.validation_file)
@@ -70,41 +73,41 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
             parts = splits["train"].train_test_split(test_size=percentage / 100, seed=arguments.seed)
             splits = {"train": parts["train"], "validation": parts["test"]}
     if "validation" not in splits:
-        accelerator.print("no validation data: the model is trained and saved, and nothing is measured")
+        accelerator.print("Without validation data, the model is trained and saved, but not evaluated.")
     return splits
 
 
 def check_folder(name: str) -> None:
-    """Raises SystemExit for the local folder of a data set that `datasets` would read as a pattern or a URL."""
+    """Raises SystemExit if `datasets` would read the local path of a dataset as a pattern or a URL."""
     path = str(Path(name).absolute())
     if Path(name).exists() and (glob.escape(path) != path or "::" in path):
         raise SystemExit(
-            f"--dataset_name {name}: `datasets` reads *, ?, [ and :: in the path of a folder ({path}) as a pattern. Rename the "
-            "folder, or use --train_file"
+            f"--dataset_name {name}: `datasets` reads *, ?, [ and :: in the path of a directory ({path}) as a pattern. Rename "
+            "the directory, or use --train_file."
         )
 
 
 def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
-    """Raises SystemExit where a split has no rows, or not all columns (flag -> name)."""
+    """Raises SystemExit if a split has no examples, or lacks one of the columns (flag -> name)."""
     for name, data in splits.items():
         try:
             first = next(iter(data), None)
         except (DatasetGenerationError, ValueError) as error:  # a stream is read here for the first time
-            raise SystemExit(f"the {name} data can't be read: {error.__cause__ or error}") from None
+            raise SystemExit(f"The {name} data can't be read: {error.__cause__ or error}") from None
         if first is None:
-            raise SystemExit(f"the {name} data have no rows")
+            raise SystemExit(f"The {name} data have no rows. Use a file or dataset with at least one row.")
         for flag, column in columns.items():
             if column not in first:
-                raise SystemExit(f"the {name} data have the columns {list(first)}, but no `{column}`: see {flag}")
+                raise SystemExit(f"The {name} data have no column `{column}`, only {list(first)}. See {flag}.")
 
 
 def check_texts(splits: dict[str, Any], column: str) -> dict[str, Any]:
-    """The splits without rows of blank text. Raises SystemExit if no row is left, or one is no string."""
+    """The splits without examples of blank text. Raises SystemExit if none remains, or if a text isn't a string."""
     check_columns(splits, {"--text_column": column})
 
     def has_text(text: Any) -> bool:
         if text is not None and not isinstance(text, str):
-            raise SystemExit(f"`{column}` is to hold strings, but a row has {text!r}")
+            raise SystemExit(f"A row has {text!r} in the column `{column}`, which must contain strings.")
         return bool(text and text.strip())
 
     kept = {name: data.filter(has_text, input_columns=column) for name, data in splits.items()}
@@ -117,12 +120,12 @@ def _loaded(shown: str, *what: Any, **how: Any) -> Any:
         return load_dataset(*what, **how)
     except (DatasetGenerationError, OSError, ValueError) as error:
         raise SystemExit(f"{shown} can't be read: {error.__cause__ or error}") from None
-    except StopIteration:  # of the reader of JSON
+    except StopIteration:  # raised by the JSON reader
         raise SystemExit(f"{shown} has no rows. Give a file with one row or more.") from None
 
 
 class Cut:
-    """Truncates token ids as the tokenizer does, keeping the special tokens at both ends."""
+    """Truncates token IDs as the tokenizer does, and keeps the special tokens at both ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.prefix, self.suffix = special_tokens(tokenizer)
@@ -133,8 +136,10 @@ class Cut:
 
 
 def packed(rows: Row, cut: Cut, length: int) -> Row:
-    """Token ids without special tokens, `[rows][L]`, joined and divided into blocks of `length` with the special tokens at
-    both ends. The remainder is dropped. Texts in a block see each other."""
+    """Token IDs without special tokens, `[rows][L]`, packed into blocks of `length` with special tokens at both ends.
+
+    The remainder is dropped. Attention isn't masked between the texts of a block.
+    """
     size = length - cut.head - cut.tail
     joined = list(itertools.chain.from_iterable(rows["input_ids"]))
     starts = range(0, len(joined) - size + 1, size)
@@ -149,8 +154,10 @@ def tokenized(
     length: int,
     packing: bool,
 ) -> dict[str, Any]:
-    """The splits as rows of `input_ids` with at most `length` tokens and, as `length`, the number before they
-    are cut; with `packing` exactly `length` tokens."""
+    """The splits as examples of `input_ids` with at most `length` tokens, or with `packing` exactly `length` tokens.
+
+    The column `length` is the number of tokens before truncation.
+    """
     cut = Cut(tokenizer)
 
     def encode(rows: Row) -> Row:
@@ -169,12 +176,14 @@ def tokenized(
 
             made[name] = mapped(accelerator, made[name], pack, f"{name}, packed")
             if next(iter(made[name]), None) is None:
-                raise SystemExit(f"the {name} data make no block of {length} tokens: lower --text_length, or leave --packing")
+                raise SystemExit(
+                    f"The {name} data are too short for a block of {length} tokens. Lower --text_length, or omit --packing."
+                )
     return made
 
 
 def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], name: str) -> Any:
-    """All columns replaced by those that the function returns for a batch of rows; for a stream, when it is read."""
+    """The data with all columns replaced by those that the function returns for a batch. A stream is mapped on reading."""
     options: Row = {"batched": True, "remove_columns": list(next(iter(data)))}
     if isinstance(data, IterableDataset):
         return data.map(function, **options)
@@ -183,7 +192,7 @@ def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], 
 
 
 def check_known(data: Any, tokenizer: Any) -> None:
-    """Raises SystemExit if the tokenizer knows hardly any token of the first 100 tokenized rows."""
+    """Raises SystemExit if the tokenizer knows hardly any token of the first 100 tokenized examples."""
     try:
         tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in itertools.islice(data, 100)))
     except ValueError as error:
@@ -191,7 +200,7 @@ def check_known(data: Any, tokenizer: Any) -> None:
 
 
 def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:
-    """The numbered rows of all epochs, each shuffled, from number `start` on."""
+    """The numbered examples of all epochs, each shuffled, starting with number `start`."""
     if not isinstance(data, IterableDataset):
         epoch, offset = divmod(start, len(data))
         for number in itertools.count(epoch):
@@ -210,7 +219,7 @@ def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int
 
 
 class Numbered(torch.utils.data.Dataset):
-    """A data set of pairs (number, row)."""
+    """A dataset of pairs (number, example)."""
 
     def __init__(self, data: Dataset) -> None:
         self.data = data

@@ -1,18 +1,23 @@
-"""Win a patched model's quality back: the unpatched original teaches the patched one, without labels.
+"""Distill a patched model from its unpatched original, without labels.
 
+Examples:
     python -m hf_posenc.training.distill --model_name_or_path bert-base-uncased --position_encoding alibi \\
         --output_dir bert-alibi
     python -m hf_posenc.training.distill --model_name_or_path bert-alibi --teacher bert-base-uncased \\
         --output_dir bert-alibi-distilled
     accelerate launch --multi_gpu -m hf_posenc.training.distill …
 
-The student is the model with --position_encoding, calibrated against its original before the first step (hf_posenc.convert;
---no-calibrate leaves that out), or one that was patched before, as it is. It learns the teacher's token states and embeddings,
-on texts cut to a length drawn anew for each step, each at a random place: those of --train_file or --dataset_name, or else the
-documentation of Python's standard library. With --long_text_length some steps have texts longer than the teacher reads: it
-reads those in overlapping windows. A step has at most --per_device_train_batch_size x --text_length tokens, so longer texts
-come in smaller batches. Embeddings are pooled by the modules of a SentenceTransformer, or else by the mean over tokens. The
-model with these modules, its tokenizer and distillation.json are written to --output_dir.
+The student is the model with --position_encoding, or a model that is already patched. With --position_encoding,
+hf_posenc.convert calibrates it against the original before the first step, unless --no-calibrate is set. The student learns
+the teacher's hidden states and embeddings.
+
+The texts come from --train_file or --dataset_name. Without these, they are the documentation of Python's standard library.
+Each step truncates them to a random length, each at a random place. With --long_text_length, some steps have texts longer
+than the teacher's maximum length, which the teacher reads in overlapping windows. A step has at most
+--per_device_train_batch_size x --text_length tokens, so longer texts are in smaller batches.
+
+Embeddings are pooled by the modules of a SentenceTransformer, or otherwise by the mean over tokens. The command writes the
+model with these modules, its tokenizer, and distillation.json to --output_dir.
 """
 
 import argparse
@@ -50,40 +55,40 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         max_train_steps=150,
     )
     add = parser.add_argument_group("distillation").add_argument
-    add("--teacher", help="the original of a model that is patched already; default: the model itself, unpatched")
-    add("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
+    add("--teacher", help="original of an already patched model (default: the unpatched model itself)")
+    add("--packing", action="store_true", help="pack texts into blocks of --text_length without masks between them")
     add(
         "--calibrate",
         action=argparse.BooleanOptionalAction,
-        help="begin with hf_posenc.convert; default: where --position_encoding acts in attention",
+        help="calibrate with hf_posenc.convert first (default: if --position_encoding acts in attention)",
     )
-    add("--min_text_length", type=flags.at_least(3), default=16, help="shortest length that texts are cut to, in tokens")
-    add("--text_length", type=flags.at_least(3), default=256, help="longest length that texts are cut to, in tokens")
-    add("--long_text_length", type=flags.at_least(3), help="the same in the long steps; default: there are none")
+    add("--min_text_length", type=flags.at_least(3), default=16, help="minimum text length in tokens")
+    add("--text_length", type=flags.at_least(3), default=256, help="maximum text length in tokens")
+    add("--long_text_length", type=flags.at_least(3), help="maximum text length in long steps (default: no long steps)")
     add(
         "--long_steps",
         type=flags.at_least(1),
         default=35,
         metavar="PERCENT",
-        help="how many steps have texts beyond --text_length",
+        help="percentage of steps with texts beyond --text_length",
     )
     arguments = flags.parse(parser, argv)
     validated = arguments.validation_file or arguments.validation_split_percentage
     if (validated or arguments.streaming) and not (arguments.train_file or arguments.dataset_name):
-        parser.error("--validation_file, --validation_split_percentage and --streaming go with --train_file or --dataset_name")
+        parser.error("--validation_file, --validation_split_percentage, and --streaming need --train_file or --dataset_name.")
     if arguments.min_text_length > arguments.text_length:
-        parser.error(f"--min_text_length {arguments.min_text_length} must be from 3 to --text_length {arguments.text_length}")
+        parser.error(f"--min_text_length {arguments.min_text_length} must be from 3 to --text_length {arguments.text_length}.")
     if arguments.long_text_length and arguments.long_text_length <= arguments.text_length:
-        parser.error(f"--long_text_length {arguments.long_text_length} must be above --text_length {arguments.text_length}")
+        parser.error(f"--long_text_length {arguments.long_text_length} must be above --text_length {arguments.text_length}.")
     if arguments.long_text_length and arguments.packing:
-        parser.error("--packing makes blocks of --text_length: leave out --long_text_length")
+        parser.error("--packing makes blocks of --text_length and doesn't support --long_text_length. Omit one of them.")
     if arguments.calibrate and not arguments.position_encoding:
-        parser.error("--calibrate goes with --position_encoding: a model that is patched already is trained as it is")
+        parser.error("--calibrate needs --position_encoding. A model that is already patched is trained without calibration.")
     return arguments
 
 
 def checksum(model: torch.nn.Module) -> str:
-    """SHA-256 over all parameters and buffers."""
+    """The SHA-256 of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -97,9 +102,9 @@ def distillation_losses(
     batch: dict[str, Tensor],
     pools: tuple[retrieval.Pool, retrieval.Pool] = (retrieval.mean, retrieval.mean),
 ) -> Tensor:
-    """Hidden states `[B, L, D]` of student and teacher, their batch, and how each is pooled -> losses `[B]`.
+    """The losses `[B]` from the hidden states `[B, L, D]` of student and teacher, their batch, and the pooling of each.
 
-    The mean of 1 - cosine over a text's real tokens, plus 1 - cosine of the two embeddings.
+    A loss is the mean of 1 - cosine over a text's tokens without padding, plus 1 - cosine of the two embeddings.
     """
     mask = batch["attention_mask"].to(teacher.dtype)
     tokens = ((1 - F.cosine_similarity(student, teacher, dim=-1)) * (mask / mask.sum(1, keepdim=True))).sum(1)
@@ -109,7 +114,7 @@ def distillation_losses(
 
 class Distillation(Task):
     dropout = False
-    """Off: it would add noise to the states that the student learns from."""
+    """Dropout would add noise to the hidden states that the student learns from."""
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class Distillation(Task):
         modules: Any,
         pools: tuple[retrieval.Pool, retrieval.Pool],
     ) -> None:
-        """`modules` is the student's SentenceTransformer, or None; `pools` are how student and teacher are pooled."""
+        """modules: the student's SentenceTransformer, or None. pools: the pooling of student and teacher."""
         self.arguments, self.student, self.teacher, self.tokenizer = arguments, student, teacher, tokenizer
         self.modules, self.pools = modules, pools
         self.cut, self.pad = data.Cut(tokenizer), DataCollatorWithPadding(tokenizer)
@@ -139,7 +144,7 @@ class Distillation(Task):
         return self.pad([{"input_ids": self._piece(row["input_ids"], length, number)} for number, row in rows[:kept]])
 
     def _piece(self, ids: list[int], length: int, number: int) -> list[int]:
-        """`length` tokens from a random place of a text, special tokens included."""
+        """`length` tokens from a random place in a text, including special tokens."""
         inner = len(ids) - self.cut.head - self.cut.tail
         left_out = len(ids) - length
         start = random.Random(f"{self.arguments.seed} {number} {length}").randint(0, left_out) if left_out > 0 else 0
@@ -153,7 +158,7 @@ class Distillation(Task):
         return self._losses(model, batch).mean()
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """The mean loss of texts cut to --text_length tokens."""
+        """The mean loss of texts truncated to --text_length tokens."""
         losses: list[float] = []
         for batch in batches:
             losses += accelerator.gather_for_metrics(self._losses(model, batch)).tolist()
@@ -169,7 +174,7 @@ class Distillation(Task):
 
 
 def check_student(arguments: argparse.Namespace, given: list[str]) -> None:
-    """Raises SystemExit if flags and model don't say what the student's encoding is, and who teaches it."""
+    """Raises SystemExit if the options and the model don't determine the student's encoding and its teacher."""
     name, chosen = arguments.model_name_or_path, arguments.position_encoding
     try:
         config = AutoConfig.from_pretrained(name)
@@ -178,68 +183,70 @@ def check_student(arguments: argparse.Namespace, given: list[str]) -> None:
     if not hasattr(config, "position_encoding"):
         if not chosen:
             raise SystemExit(
-                f"--position_encoding is missing: the one that {name} is to get. For a model that is patched already, its "
-                "original is the --teacher"
+                f"--position_encoding is missing. Set the encoding for {name}. If it is already patched, set its original as "
+                "--teacher."
             )
         return
     if arguments.calibrate:
-        raise SystemExit(f"{name} is patched already: --calibrate goes with a model that isn't, and --position_encoding")
+        raise SystemExit(f"{name} is already patched. --calibrate needs an unpatched model and --position_encoding.")
     if not arguments.teacher:
         host = config.position_spec.original
         original = (host and host.name_or_path) or "ORIGINAL"
         command = shlex.join(["python", "-m", "hf_posenc.training.distill", *given, "--teacher", original])
-        raise SystemExit(f"{name} is patched already: name the model that it was made from,\n  {command}")
+        raise SystemExit(f"{name} is already patched. Set its original as --teacher:\n  {command}")
 
 
 def load_teacher(
     arguments: argparse.Namespace, student: PreTrainedModel, tokenizer: Any, modules: Any
 ) -> tuple[PreTrainedModel, Any]:
-    """The teacher, and its SentenceTransformer or None; `modules` is the student's. Raises SystemExit if it can't teach."""
+    """The teacher, and its SentenceTransformer or None. modules: the student's. Raises SystemExit for an invalid teacher."""
     name = arguments.teacher or arguments.model_name_or_path
     try:
-        # Loaded separately: a patched model shares its parameters with the model that it was made from.
+        # Loaded separately, because a patched model shares its parameters with its original.
         found = sentences.load(name) if arguments.teacher else modules
         teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
         report = hf_posenc.inspect(teacher)
         if report.can_unpatch:
-            raise ValueError("it is patched: a teacher has the positions that it was trained with")
+            raise ValueError("It is patched. A teacher must have the position encoding that it was trained with.")
         if report.ignored:
             raise ValueError(
-                f"its outputs are wrong. {report.ignored[0]}, and `hf-posenc patch {name} relative_key` saves it as a teacher"
+                f"Its outputs are wrong. {report.ignored[0]} `hf-posenc patch {name} relative_key` saves a correct teacher."
             )
         known = (required_tokenizer(name) if found is None else found.tokenizer).get_vocab()
         if known != tokenizer.get_vocab():
-            raise ValueError(f"its tokenizer knows other tokens ({len(known)}) than the student's ({len(tokenizer)})")
+            raise ValueError(
+                f"Its tokenizer has a different vocabulary ({len(known)} tokens) from the student's ({len(tokenizer)})."
+            )
         ours, theirs = student.config.hidden_size, teacher.config.hidden_size
         if ours != theirs:
-            raise ValueError(f"its hidden states are {theirs} wide, the student's {ours}")
+            raise ValueError(f"Its hidden size is {theirs}, and the student's is {ours}. They must be equal.")
         if found is not None and modules is not None:
             ours, theirs = modules.get_embedding_dimension(), found.get_embedding_dimension()
             if ours != theirs:
-                raise ValueError(f"its embeddings have {theirs} dimensions, the student's {ours}")
+                raise ValueError(f"Its embeddings have {theirs} dimensions, and the student's have {ours}. They must be equal.")
         usable = report.max_length
         if usable is not None and usable < arguments.text_length:
-            raise ValueError(f"its usable length is {usable} tokens: lower --text_length {arguments.text_length}")
+            raise ValueError(f"Its maximum length is {usable} tokens. Lower --text_length {arguments.text_length}.")
     except (OSError, ValueError) as error:
-        raise SystemExit(f"the teacher {name}: {error}") from None
+        raise SystemExit(f"{name} can't be the teacher. {error}") from None
     return teacher.requires_grad_(False).eval(), found
 
 
 def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The splits of --train_file or --dataset_name, or else the documentation of the standard library."""
+    """The splits of --train_file or --dataset_name, or otherwise the documentation of the standard library."""
     if arguments.train_file or arguments.dataset_name:
         return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
     texts = stdlib_corpus.split(progress=accelerator.is_main_process)[1]
     texts = stdlib_corpus.joined(texts) if arguments.long_text_length else texts
     accelerator.print(
-        f"neither --train_file nor --dataset_name: training on {len(texts)} passages of the documentation of Python's "
-        "standard library"
+        f"Without --train_file and --dataset_name, training uses {len(texts)} passages of the documentation of Python's "
+        "standard library."
     )
     return {"train": Dataset.from_dict({arguments.text_column: texts})}
 
 
 def calibrating(arguments: argparse.Namespace, texts: Any, tokenizer: Any) -> dict[str, Any]:
-    """The argument by which `load_model` converts the student instead of patching it; none where it is only to be patched.
+    """The argument of `load_model` that makes it convert the student. Empty if the student is only patched.
 
     Raises SystemExit for --calibrate with an encoding that doesn't act in attention.
     """
@@ -249,7 +256,7 @@ def calibrating(arguments: argparse.Namespace, texts: Any, tokenizer: Any) -> di
     spec = hf_posenc.PosEncBertConfig.from_dict({}, position_encoding=chosen).position_spec
     if {*spec.encoding.mechanisms()} <= {"embed"}:
         if arguments.calibrate:
-            raise SystemExit(f"--calibrate: {spec.type!r} doesn't act in attention, so there is nothing to fit; leave it out")
+            raise SystemExit(f"--calibrate doesn't apply to {spec.type!r}, which doesn't act in attention. Omit it.")
         return {}
     column = (row[arguments.text_column] for row in texts)
     return {"patch": functools.partial(hf_posenc.convert, texts=column, tokenizer=tokenizer)}
@@ -266,14 +273,14 @@ def main(argv: list[str] | None = None) -> None:
     student = models.load_model(arguments, AutoModel, tokenizer, **calibrating(arguments, splits["train"], tokenizer))
     teacher, theirs = load_teacher(arguments, student, tokenizer, ours)
     teacher.to(accelerator.device)
-    # If one of them is a SentenceTransformer, its modules pool the other, too.
+    # If only one of them is a SentenceTransformer, its modules also pool the other.
     ours, theirs = theirs if ours is None else ours, ours if theirs is None else theirs
     if ours is not None and arguments.push_to_hub:
         raise SystemExit(
-            "--push_to_hub sends no modules of sentence-transformers: leave it out, and push by "
-            f"SentenceTransformer({str(arguments.output_dir)!r}).push_to_hub({arguments.hub_model_id!r})"
+            "--push_to_hub doesn't push the modules of sentence-transformers. Omit it, and call "
+            f"SentenceTransformer({str(arguments.output_dir)!r}).push_to_hub({arguments.hub_model_id!r})."
         )
-    accelerator.print(f"embeddings are pooled by {sentences.described(ours)}")
+    accelerator.print(f"Embeddings are pooled by {sentences.described(ours)}.")
     before = checksum(teacher)
     longest = arguments.long_text_length or arguments.text_length
     length = models.text_length(arguments, longest, student, tokenizer)
@@ -285,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     def teachers() -> dict[str, dict[str, str]]:
         after = checksum(teacher)
         if before != after:
-            raise SystemExit("the teacher changed while it taught: its parameters are shared with the student's")
+            raise SystemExit("The teacher changed during the distillation, because it shares its parameters with the student.")
         return {"teacher_checksum": {"before": before, "after": after}}
 
     loop.train(accelerator, arguments, task, student, tokenizer, rows, "distillation", teachers)

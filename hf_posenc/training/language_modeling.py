@@ -1,4 +1,4 @@
-"""Language modelling: the parts common to train_mlm.py and train_clm.py."""
+"""Language modeling: the code that train_mlm.py and train_clm.py share."""
 
 import argparse
 import math
@@ -17,16 +17,18 @@ from hf_posenc.training.task import Task, token_losses
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of train_mlm.py and train_clm.py."""
+    """The options of train_mlm.py and train_clm.py."""
     parser = argument_parser(description)
     parser.add_argument("--text_length", type=at_least(1), help=TEXT_LENGTH_HELP)
-    parser.add_argument("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
-    parser.add_argument("--from_scratch", action="store_true", help="take the model's config and tokenizer, not its weights")
+    parser.add_argument(
+        "--packing", action="store_true", help="pack texts into blocks of --text_length without masks between them"
+    )
+    parser.add_argument("--from_scratch", action="store_true", help="use the model's config and tokenizer, but not its weights")
     return parser
 
 
 class LanguageModeling(Task):
-    """Predict tokens; `labels` are -100 where none is to be predicted."""
+    """The prediction of tokens. `labels` are -100 for tokens that aren't predicted."""
 
     shift = 0
     """1 if logits predict the next token."""
@@ -35,7 +37,7 @@ class LanguageModeling(Task):
         return int((batch["labels"][:, self.shift :] != -100).sum())
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """The mean loss of a token, its perplexity, and the share of tokens that are predicted right."""
+        """The mean loss per token, the perplexity, and the token accuracy."""
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             logits = model(**batch).logits[:, : batch["labels"].shape[1] - self.shift]
@@ -46,7 +48,7 @@ class LanguageModeling(Task):
             sums += torch.stack([each.double().sum().cpu() for each in gathered])
         loss, right, count = sums.tolist()
         if not count:
-            raise SystemExit("the validation rows ask for no token at all: give longer texts")
+            raise SystemExit("The validation data contain no token to predict. Use longer texts.")
         return {
             "eval_loss": loss / count,
             "eval_perplexity": math.exp(min(loss / count, 700)),
@@ -55,12 +57,12 @@ class LanguageModeling(Task):
 
 
 def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageModeling, kind: Any, tokenizer: Any) -> None:
-    """Load, tokenize and train."""
+    """Load the model and the data, tokenize, and train."""
     splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
     model = load_model(arguments, kind, tokenizer)
     length = text_length(arguments, arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
-    accelerator.print(f"{report}\n  texts are {'packed' if arguments.packing else 'cut'} to {length} tokens")
+    accelerator.print(f"{report}\n  texts are {'packed' if arguments.packing else 'truncated'} to {length} tokens")
     splits = tokenized(accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing)
     warn_of_length(accelerator, arguments, model, splits["train"], length)
     train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: {"text_length": length})

@@ -1,4 +1,4 @@
-"""The training loop on Accelerate. A run that is killed anywhere and resumed has the same results as an uninterrupted one."""
+"""The training loop with Accelerate. A killed and resumed run has the same results as an uninterrupted run."""
 
 import argparse
 import json
@@ -27,12 +27,12 @@ FREE_TO_CHANGE = {
     "hub_model_id", "hub_private_repo", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "num_train_epochs", "gradient_checkpointing", "torch_compile", "torch_compile_backend",
 }  # fmt: skip
-"""Flags that a resumed run may change. Of those that make up the global batch and the number of steps, these are compared."""
+"""Options that a resumed run can change. Instead of those that determine them, the global batch and the steps are compared."""
 
 
 @dataclass
 class Progress:
-    """The state of a run, except for that of model, optimizer, scheduler and random generators."""
+    """The state of a run, without the states of the model, optimizer, scheduler, and random generators."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -61,9 +61,9 @@ def train(
     name: str,
     about: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Train, evaluate, write checkpoints, and save the best or last model with `{name}.json` at --output_dir's root.
+    """Train, evaluate, write checkpoints, and save the best or last model with `{name}.json` to --output_dir.
 
-    `splits` have rows as the task collates them. The record, which is returned, contains what `about` returns after training.
+    splits: examples that the task can collate. Returns the record, which contains the result of `about` after training.
     """
     run = Run(accelerator, arguments, task, model, tokenizer, splits)
     run.resume()
@@ -71,7 +71,7 @@ def train(
     record = {**run.progress.best, **run.figures(), **about()}
     best = run.best_folder() if run.keeps_best() else None
     output.finish(accelerator, arguments, run.save_model, run.kind, tokenizer, best, record, name)
-    # DDP has to be freed before the process group: if it is the last to refer to it, gloo's destructor may deadlock.
+    # DDP must be freed before the process group. If it holds the last reference, gloo's destructor can deadlock.
     del run
     accelerator.free_memory()
     accelerator.end_training()
@@ -79,7 +79,7 @@ def train(
 
 
 class Run:
-    """A training run, its parts prepared by Accelerate."""
+    """A training run, with its parts prepared by Accelerate."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Run:
         self.kind = type(model)
         per_device = arguments.per_device_train_batch_size
         self.global_batch = per_device * accelerator.num_processes * arguments.gradient_accumulation_steps
-        # A stream's number of rows is unknown.
+        # The number of examples in a stream is unknown.
         self.steps_per_epoch = 0 if arguments.streaming else math.ceil(len(self.data) / self.global_batch)
         self.steps = arguments.max_train_steps or arguments.num_train_epochs * self.steps_per_epoch
         if accelerator.distributed_type == "FSDP":
@@ -104,7 +104,7 @@ class Run:
         spared = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
-        # Not prepared, so that it advances once per step whatever the number of processes, also after resuming with another.
+        # Not prepared, so that it advances once per step with any number of processes, which can change on resuming.
         self.scheduler = get_scheduler(
             arguments.lr_scheduler_type, optimizer, arguments.num_warmup_steps, num_training_steps=self.steps
         )
@@ -114,7 +114,7 @@ class Run:
         self.validation: DataLoader | None = None
         if "validation" in splits:
             batch_size = arguments.per_device_eval_batch_size
-            # With its own generator, so that an evaluation leaves training's random state unchanged.
+            # Its own generator keeps the random state of the training unchanged.
             loader = DataLoader(
                 Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate, generator=torch.Generator()
             )
@@ -130,7 +130,7 @@ class Run:
         processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
         accelerator.print(
             f"{processes} on {accelerator.device.type}, precision {accelerator.mixed_precision}: "
-            f"{self.steps} steps of {self.global_batch} rows ({per_device} x {accelerator.num_processes} x "
+            f"{self.steps} steps of {self.global_batch} examples ({per_device} x {accelerator.num_processes} x "
             f"{arguments.gradient_accumulation_steps} accumulated)"
         )
 
@@ -139,25 +139,25 @@ class Run:
         return {**said, "global_batch": self.global_batch, "steps": self.steps}
 
     def resume(self) -> None:
-        """Load the checkpoint of --resume_from_checkpoint. Raises SystemExit where other flags would change the results."""
+        """Load the checkpoint of --resume_from_checkpoint. Raises SystemExit if changed options would change the results."""
         chosen = self.arguments.resume_from_checkpoint
         if not chosen:
             return
         folder = checkpoints.newest(self.output_dir) if chosen == "latest" else Path(chosen)
         self.accelerator.wait_for_everyone()
         if folder is None:
-            self.accelerator.print(f"{self.output_dir} has no complete checkpoint: from the start")
+            self.accelerator.print(f"{self.output_dir} has no complete checkpoint, so training starts from the beginning.")
             return
         before = (checkpoints.manifest(folder) or {})["arguments"]
         now = json.loads(json.dumps(self._said()))
         for key in sorted((before.keys() | now.keys()) - FREE_TO_CHANGE):
             if before.get(key) != now.get(key):
                 raise SystemExit(
-                    f"{folder} was written with {key} {before.get(key)}, and this run has {now.get(key)}: resume with the "
-                    "same, or start anew in another --output_dir"
+                    f"{folder} was written with {key} {before.get(key)}, and this run has {key} {now.get(key)}. Resume with "
+                    "the same value, or start a new run with another --output_dir."
                 )
         self.accelerator.load_state(str(folder))
-        self.accelerator.print(f"resumed from {folder}, after step {self.progress.step}")
+        self.accelerator.print(f"Resumed from {folder} after step {self.progress.step}.")
 
     def train(self) -> None:
         arguments, progress, accelerator = self.arguments, self.progress, self.accelerator
@@ -187,7 +187,7 @@ class Run:
             self._evaluate(self.validation)
 
     def _windows(self) -> Iterator[list[Any]]:
-        """For each step, the batches of this process."""
+        """The batches of this process for each step."""
         size, processes = self.arguments.per_device_train_batch_size, self.accelerator.num_processes
         mine, window = [], []
         first = self.progress.step * self.global_batch
@@ -209,11 +209,11 @@ class Run:
         for batch, mine in zip(window, items[:, 0].tolist(), strict=True):
             batch = send_to_device(batch, accelerator.device)
             with accelerator.accumulate(self.model):
-                # The mean over no item is NaN.
+                # The mean over zero items is NaN.
                 loss = task.loss(self.model, batch, progress.step + 1)
                 share = (loss if mine else loss.nan_to_num()) * (mine / max(all_items, 1))
                 total += share.detach()
-                # Accelerate averages over accumulated batches, and DDP over processes; shares have to be summed.
+                # Accelerate averages over accumulated batches, and DDP over processes. The shares must be summed.
                 accelerator.backward(share * (accelerator.num_processes * len(window)))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
@@ -223,7 +223,7 @@ class Run:
             self.scheduler.step()
         loss = accelerator.reduce(total, reduction="sum").item()
         if not math.isfinite(loss):
-            self._stop(f"the loss is {loss} at step {progress.step + 1}")
+            self._stop(f"The loss is {loss} at step {progress.step + 1}")
         progress.step += 1
         progress.tokens += all_tokens
         progress.losses.append(loss)
@@ -231,14 +231,14 @@ class Run:
 
     def _stop(self, what: str) -> None:
         last = checkpoints.newest(self.output_dir)
-        kept = f"{last} is the last good state" if last else "nothing was saved"
-        raise SystemExit(f"{what}: lower --learning_rate, or look at the rows; {kept}")
+        kept = f"The last good checkpoint is {last}." if last else "Nothing was saved."
+        raise SystemExit(f"{what}. Lower --learning_rate, or check the training data. {kept}")
 
     def _check_weights(self) -> None:
         parameters = map(_compat.local_tensor, self.model.parameters())
         wrong = torch.tensor(not all(parameter.isfinite().all() for parameter in parameters), device=self.accelerator.device)
         if self.accelerator.reduce(wrong.int(), reduction="sum"):
-            self._stop(f"after step {self.progress.step} the weights are not finite")
+            self._stop(f"The weights are not finite after step {self.progress.step}")
 
     def _due(self, every: int | str | None) -> bool:
         steps = self.steps_per_epoch if every == "epoch" else int(every or 0)
@@ -249,12 +249,12 @@ class Run:
 
     @torch.no_grad()
     def _evaluate(self, validation: DataLoader) -> None:
-        """Evaluate, and save the model if it is the best so far and the best is to be kept."""
+        """Evaluate. If the run keeps the best model and this one is better, save it."""
         progress, task = self.progress, self.task
         self.model.eval()
         batches = ProgressBar(validation, desc="evaluating", leave=False, disable=not self.accelerator.is_main_process)
         metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, batches)}
-        # Accuracy and F1 are finite even if the model's outputs aren't, so all metrics are checked.
+        # All metrics are checked, because accuracy and F1 are finite even if the model's outputs aren't.
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._stop(f"{name} is {value} at step {progress.step}")
@@ -283,13 +283,13 @@ class Run:
         return self.output_dir / f"best_{self.progress.best_step}"
 
     def save_model(self, folder: Path) -> None:
-        """Save the model with all that belongs to it. Called on all processes."""
+        """Save the model with all its files. All processes must call it."""
         output.save_model(self.accelerator, self.model, self.tokenizer, folder)
         if self.accelerator.is_main_process:
             self.task.save_beside(folder)
 
     def _checkpoint(self) -> None:
-        """Write all that resuming needs."""
+        """Write everything that is needed to resume the run."""
         self._check_weights()
         progress = self.progress
         epoch = self.arguments.checkpointing_steps == "epoch"
@@ -306,7 +306,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def figures(self) -> dict[str, Any]:
-        """The part of a record that is about the run itself."""
+        """The part of a record that describes the run."""
         progress = self.progress
         return {
             "steps": progress.step,
@@ -318,7 +318,7 @@ class Run:
             "best_step": progress.best_step,
             "arguments": self._said(),
             "losses": progress.losses,
-            # Before clipping; infinite where fp16's gradient scaler skipped a step, which JSON can't say.
+            # Before clipping. They are infinite if fp16's gradient scaler skipped a step, which JSON can't represent.
             "gradient_norms": [norm if math.isfinite(norm) else None for norm in progress.gradient_norms],
             "evaluations": progress.evaluations,
         }

@@ -1,4 +1,4 @@
-"""The finished model: saved as the Auto classes read it, with a record of its training, and pushed to the Hub."""
+"""Saving the finished model with a record of its training, and pushing it to the Hub."""
 
 import argparse
 import shutil
@@ -17,7 +17,7 @@ from hf_posenc.training import checkpoints
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Save a prepared model and its tokenizer, as AutoModel and AutoTokenizer read them. Called on all processes."""
+    """Save a prepared model and its tokenizer for AutoModel and AutoTokenizer. All processes must call it."""
     weights = accelerator.get_state_dict(model)
     weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}  # torch.compile's prefix
     if not accelerator.is_main_process:
@@ -25,7 +25,7 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any,
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     bare.save_pretrained(folder, state_dict=weights)
     if tokenizer.is_fast:
-        # Otherwise tokenizer.json contains the last truncation.
+        # Otherwise, tokenizer.json contains the last truncation.
         tokenizer.backend_tokenizer.no_truncation()
     tokenizer.model_max_length = hf_posenc.inspect(bare).model_max_length
     tokenizer.save_pretrained(folder)
@@ -41,9 +41,9 @@ def finish(
     record: dict[str, Any],
     name: str,
 ) -> None:
-    """Put the model and `{name}.json` at the root of --output_dir, and push them to the Hub with --push_to_hub.
+    """Write the model and `{name}.json` to --output_dir, and push them to the Hub with --push_to_hub.
 
-    The model, of the class `kind`, is a copy of the folder `best`, or without one what `save` writes on all processes.
+    The model, of the class `kind`, is a copy of the directory `best`. Without `best`, `save` writes it on all processes.
     """
     output_dir = arguments.output_dir
 
@@ -57,9 +57,9 @@ def finish(
             records.write(folder / records.FILE, records.of_training(record, kind.__name__))
 
     checkpoints.replace(accelerator, output_dir, fill, last=f"{name}.json")
-    speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "done before"
+    speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "already finished"
     accelerator.print(f"{record['steps']} steps in {record['seconds']} s ({speed})")
-    accelerator.print(f"model, tokenizer and {name}.json: {output_dir}")
+    accelerator.print(f"Model, tokenizer, and {name}.json were saved to {output_dir}.")
     if accelerator.is_main_process and arguments.push_to_hub:
         hf_posenc.push_to_hub(
             kind.from_pretrained(output_dir),

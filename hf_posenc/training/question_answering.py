@@ -16,10 +16,10 @@ from hf_posenc.training.supervised import Supervised, check_fast
 
 
 class QuestionAnswering(Supervised):
-    """Find the answer's first and last token in the context, which is divided into overlapping pieces if it is long.
+    """Finds the first and last token of the answer in the context. Long contexts are divided into overlapping pieces.
 
-    A piece without all of the answer is trained to point at its first token, which means "no answer". If there are several
-    answers, the first is trained on, and the prediction is measured against the nearest.
+    A piece that doesn't contain the whole answer is trained to predict its first token, which means "no answer". If there are
+    several answers, training uses the first one, and evaluation the best match.
     """
 
     kind = AutoModelForQuestionAnswering
@@ -30,7 +30,7 @@ class QuestionAnswering(Supervised):
         try:
             from torchmetrics.functional.text import squad
         except ImportError:
-            raise SystemExit("answers are measured with torchmetrics: pip install torchmetrics") from None
+            raise SystemExit("Question answering is evaluated with torchmetrics. Run: pip install torchmetrics") from None
         self.measure = squad
         check_fast(tokenizer)
         super().__init__(accelerator, arguments, tokenizer)
@@ -44,8 +44,8 @@ class QuestionAnswering(Supervised):
         special, asked = self.tokenizer.num_special_tokens_to_add(pair=True), self.arguments.max_question_length
         if length - special - asked - self.arguments.doc_stride < 1:
             raise SystemExit(
-                f"{length} tokens leave no room for a context beside {special} special tokens, --max_question_length {asked} "
-                f"and --doc_stride {self.arguments.doc_stride}: lower these, or raise --text_length"
+                f"--text_length {length} leaves no room for a context, given {special} special tokens, --max_question_length "
+                f"{asked}, and --doc_stride {self.arguments.doc_stride}. Lower these, or raise --text_length."
             )
         if "validation" in self.splits:
             self.examples = self.splits["validation"].select_columns(["question", "context", "answers"])
@@ -72,8 +72,10 @@ class QuestionAnswering(Supervised):
         return batch
 
     def scores(self, model: torch.nn.Module, batch: Any) -> Tensor:
-        """`[B, L, 2]`: how likely each token is the answer's first, and its last. Padding has -inf, so that the loss doesn't
-        depend on the other rows of a batch."""
+        """The scores `[B, L, 2]` of each token as the first and as the last token of the answer.
+
+        Padding has -inf, so that the loss doesn't depend on the other examples of a batch.
+        """
         named = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{key: batch[key] for key in named if key in batch})
         scores = torch.stack((output.start_logits, output.end_logits), dim=2).float()
@@ -83,7 +85,7 @@ class QuestionAnswering(Supervised):
         return F.cross_entropy(self.scores(model, batch), batch["labels"])
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """SQuAD's exact match and F1, from 0 to 1, and the mean loss of a piece."""
+        """SQuAD's exact match and F1, from 0 to 1, and the mean loss per piece."""
         pieces: dict[int, list[Any]] = {}
         losses: list[float] = []
         for batch in batches:
@@ -109,7 +111,7 @@ class QuestionAnswering(Supervised):
         }
 
     def _answer(self, number: int, pieces: list[Any]) -> str:
-        """The best answer of an example's pieces; empty if every piece scores "no answer" higher."""
+        """The best answer of an example's pieces. It is empty if every piece scores "no answer" higher."""
         score, begin, end, _ = max(pieces)
         if self.unanswerable and min(none for *_, none in pieces) > score:
             return ""
@@ -117,20 +119,24 @@ class QuestionAnswering(Supervised):
 
 
 def check(row: Row, where: str) -> None:
-    """Raises SystemExit for a row whose question, context or answers are invalid."""
+    """Raises SystemExit if the question, context, or answers of an example are invalid."""
     question, context, answers = row["question"], row["context"], row["answers"]
     if not all(isinstance(text, str) and text.strip() for text in (question, context)):
-        raise SystemExit(f"{where} has the question {question!r} and the context {context!r}: both are to be texts")
+        raise SystemExit(f"{where} has the question {question!r} and the context {context!r}. Both must be non-empty strings.")
     texts, starts = (answers.get(key) if isinstance(answers, dict) else None for key in ("text", "answer_start"))
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise SystemExit(f'{where} has the answers {answers!r}: give {{"text": […], "answer_start": […]}}, equally long')
+        raise SystemExit(
+            f'{where} has the answers {answers!r}. Allowed is {{"text": […], "answer_start": […]}} with lists of equal length.'
+        )
     for text, start in zip(texts, starts, strict=True):
         if not (text and isinstance(text, str) and isinstance(start, int) and context.find(text, start) == start):
-            raise SystemExit(f"{where}: the answer {text!r} isn't in the context at character {start}")
+            raise SystemExit(
+                f"{where} has the answer {text!r}, which isn't at character {start} of the context. Correct its start."
+            )
 
 
 def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> Row:
-    """Questions, cut to `asked` tokens, with pieces of their contexts that overlap by `stride` tokens."""
+    """Questions, truncated to `asked` tokens, with pieces of their contexts that overlap by `stride` tokens."""
     questions = tokenizer(rows["question"], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
     ends = [max((end for _, end in offsets[:asked]), default=0) for offsets in questions.offset_mapping]
     pairs = tokenizer(
@@ -143,7 +149,7 @@ def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> 
         return_offsets_mapping=True,
     )
     examples = pairs["overflow_to_sample_mapping"]
-    # Characters of each token of the context.
+    # The characters of each token of the context.
     places = [
         [list(place) if part == 1 else [-1, -1] for place, part in zip(offsets, pairs.sequence_ids(piece), strict=True)]
         for piece, offsets in enumerate(pairs.offset_mapping)
@@ -156,7 +162,7 @@ def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> 
 
 
 def answer_tokens(answers: Row, places: list[list[int]]) -> list[int]:
-    """The first and last token of the first answer; [0, 0] if the piece doesn't contain all of it."""
+    """The first and last token of the first answer, or [0, 0] if the piece doesn't contain all of it."""
     if not answers["text"]:
         return [0, 0]
     begin = answers["answer_start"][0]
@@ -167,9 +173,11 @@ def answer_tokens(answers: Row, places: list[list[int]]) -> list[int]:
 
 
 def best_spans(scores: Tensor, context: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B, L, 2]` scores, and characters, -1 outside the context -> each row's best score, its first character, its end.
+    """The best score of each example, and the first character and the end of its span.
 
-    A span's score is the sum of its first and its last token's; it has at most `longest` tokens.
+    A span has at most `longest` tokens. Its score is the sum of the scores of its first and last token.
+
+    scores: `[B, L, 2]`. context: the characters of each token, `[B, L, 2]`, -1 outside the context.
     """
     starts, ends = scores.masked_fill(context < 0, -torch.inf).unbind(2)
     within_reach = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(1, longest, 1)  # [B, L, longest]

@@ -1,4 +1,4 @@
-"""What a teacher says of texts that may be longer than it reads: it reads those in overlapping windows.
+"""The teacher's hidden states. The teacher reads texts beyond its maximum length in overlapping windows.
 
 Shapes: B batch, L tokens, W tokens of a window, D hidden_size.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 from hf_posenc.training.data import Cut
 
 AT_ONCE = 16
-"""Windows in a forward pass."""
+"""Maximum number of windows in a forward pass."""
 
 
 @torch.no_grad()
 def states(teacher: Any, batch: Mapping[str, Tensor], cut: Cut, usable: int | None) -> Tensor:
     """The teacher's last hidden states of a batch, `[B, L, D]`.
 
-    A text longer than `usable` is read in windows of that length, special tokens included, at a stride of half of it. The
-    state of each of its tokens comes from the window in which it lies most centrally, and those of special tokens are the
-    means over the windows.
+    A text longer than `usable` is read in windows of that length, including special tokens, with a stride of half a window.
+    The state of a token comes from the window in which it is most central. The states of special tokens are the means over
+    the windows.
     """
     ids, shown = batch["input_ids"], batch["attention_mask"].bool()
     if usable is None or int(shown.sum(1).max()) <= usable:
@@ -44,7 +44,7 @@ def states(teacher: Any, batch: Mapping[str, Tensor], cut: Cut, usable: int | No
 
 
 def _windows(ids: Tensor, cut: Cut, usable: int) -> list[tuple[int, Tensor]]:
-    """Of one text: where each window begins among its inner tokens, and the window `[W]` with the special tokens around."""
+    """The windows of a text: the start of each among the inner tokens, and its tokens `[W]` with the special tokens."""
     if len(ids) <= usable:
         return [(0, ids)]
     inner, room = len(ids) - cut.head - cut.tail, usable - cut.head - cut.tail
@@ -54,14 +54,14 @@ def _windows(ids: Tensor, cut: Cut, usable: int) -> list[tuple[int, Tensor]]:
 
 
 def _joined(windows: list[tuple[int, Tensor]], size: int, cut: Cut) -> Tensor:
-    """The states of a text of `size` tokens from those of its windows, `[W, D]` each."""
+    """The states of a text of `size` tokens from the states `[W, D]` of its windows."""
     if len(windows) == 1:
         return windows[0][1]
     all_states = torch.stack([states for _, states in windows])
     inner, room = size - cut.head - cut.tail, all_states.shape[1] - cut.head - cut.tail
     place = torch.arange(inner)[None] - torch.tensor([start for start, _ in windows])[:, None]
     central = torch.minimum(place, room - 1 - place)
-    # Nothing is more central than the text's first tokens in its first window, and its last in its last.
+    # The first tokens of a text come from its first window, and the last tokens from its last window.
     central[0, : room // 2] += size
     central[-1, inner - room + room // 2 :] += size
     central[(place < 0) | (place >= room)] = -1

@@ -1,10 +1,11 @@
-"""Train a model to predict the next token: on from a checkpoint, or from scratch.
+"""Train a causal language model, from a checkpoint or from scratch.
 
+Examples:
     python -m hf_posenc.training.train_clm --model_name_or_path gpt2 --position_encoding rope --model_max_length 2048 \\
         --train_file texts.txt --validation_split_percentage 5 --packing --output_dir gpt2-rope
     accelerate launch --multi_gpu -m hf_posenc.training.train_clm …
 
-A text file has a text in each line. The model, its tokenizer and all_results.json are written to --output_dir.
+A text file has one text per line. The command writes the model, its tokenizer, and all_results.json to --output_dir.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from hf_posenc.training import data, flags, language_modeling, models
 
 
 class CausalLanguageModeling(language_modeling.LanguageModeling):
-    """Every token but the first is predicted. Padding is found by the mask, since the padding token may also end texts."""
+    """Predicts every token except the first. Padding is determined by the mask, because its token can also end texts."""
 
     shift = 1
 

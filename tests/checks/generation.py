@@ -103,7 +103,7 @@ def continuous_batching_gives_what_generate_does(it):
     try:
         outputs = model.generate_batch(prompts.tolist(), **more)
     except ValueError as error:
-        assert "continuous batching" in str(error) and "use model.generate" in str(error)
+        assert "generate_batch" in str(error) and "model.generate" in str(error)
         assert not {*it.encoding.split("+")} <= {"rope", "sinusoidal", "learned", "none"}
         return
     expected = generate(it, it.twin(), prompts, torch.ones_like(prompts))[0]
@@ -141,5 +141,5 @@ def linear_layers_quantised_before_patch_are_refused(it):
     stock = it.fresh_stock()
     path = next(path for path, module in stock.named_modules() if type(module) is torch.nn.Linear)
     stock.set_submodule(path, EightBit(stock.get_submodule(path)))
-    with pytest.raises(ValueError, match="parts were replaced can't be rebuilt"):
+    with pytest.raises(ValueError, match="replaced parts"):
         hf_posenc.patch(stock, it.spec, max_length=it.max_length)

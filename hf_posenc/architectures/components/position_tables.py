@@ -54,7 +54,7 @@ class PositionTable(PositionComponent):
         rows, width = length_of(config), getattr(config, "hidden_size", None)
         if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
             if rows < 1:
-                raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
+                raise ValueError(f"{LENGTH_FIELD}={rows} isn't supported. It must be an integer above 0.")
             check_size(f"{LENGTH_FIELD}={short_repr(rows)} at hidden_size={short_repr(width)}", rows * width)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:

@@ -47,11 +47,11 @@ def convolves(path: str, module: nn.Module) -> bool:
     return is_one and not cuts_patches(path, module)
 
 
-_KEYS = "hands the keys that one of its parts caches to another, which would have to have the encoding, too"
+_KEYS = "passes the keys that one submodel caches to another, which would need the same encoding"
 MIXED = {
     "DiffusionGemmaModel": _KEYS,
     "PI0Model": _KEYS,
-    "BridgeTowerModel": "runs the layers of its parts one by one, not the parts themselves",
+    "BridgeTowerModel": "runs the layers of its submodels one by one, not the submodels themselves",
 }
 """Models made of several whose parts can't be taken by themselves -> what they do with them."""
 
