@@ -85,6 +85,7 @@ def models(tmp_path_factory):
     for name, length, model in (
         ("bert-base-uncased", 512, stock("bert", "ForMaskedLM", max_position_embeddings=512)),
         ("bert-alibi", 32, hf_posenc.patch(stock("bert", "ForMaskedLM"), "alibi", max_length=2048)),
+        ("minilm-t5", 32, hf_posenc.patch(stock("bert", "ForMaskedLM"), "t5")),
         ("roberta-base", None, stock("roberta")),
         ("gpt2", 128, gpt2),
         ("gpt2-alibi", 128, hf_posenc.patch(gpt2, "alibi")),

@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -52,7 +52,9 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
     length = _length(model, max_length)
     reasons: list[str] = []
     plain = _float32(model)
-    for candidate in (_own_class, _without_rotation_in_layers, *(functools.partial(_other_class, each) for each in TARGETS)):
+    others = (functools.partial(_other_class, target) for target in TARGETS)
+    candidates: tuple[Callable[[Any, int], Any], ...] = (_own_class, _without_rotation_in_layers, *others)
+    for candidate in candidates:
         try:
             found = candidate(plain, length)
             _verify(plain, found)
@@ -135,9 +137,11 @@ def _own_class(model: Any, length: int) -> Any:
     if any(component.learned_table is None for component in components):
         raise _NoEquivalent(f"{stock.__name__} has no table of position embeddings to fill" if mechanisms else "")
     config = stock_config(model.config, stock)
-    offsets = {each.offset for each in found.values()}
-    setattr(config, LENGTH_FIELD, length + (max(offsets) if stock.__module__.partition(".models.")[2][:3] != "bar" else 0))
-    built = build_on_meta(stock, config, model.dtype, model)
+    for rows in (length, length + max(each.offset for each in found.values())):  # BART's length field doesn't count the offset
+        setattr(config, LENGTH_FIELD, rows)
+        built = build_on_meta(stock, config, model.dtype, model)
+        if _room(built) >= length:
+            break
     share_parameters(model, built, rebuilt=_tables(built))
     for name, each in detection.find_all(built).items():
         for component in each.components:
@@ -147,6 +151,16 @@ def _own_class(model: Any, length: int) -> Any:
             shape = owner.get_parameter(parameter).shape
             owner.register_parameter(parameter, nn.Parameter(_vectors(stacks[name], shape, first)))
     return _finished(model, built)
+
+
+def _room(model: PreTrainedModel) -> int:
+    """The number of positions in the tables of a model."""
+    return min(
+        each.stack.get_parameter(component.learned_table[0]).shape[0] - component.learned_table[1]
+        for each in detection.find_all(model).values()
+        for component in each.components
+        if component.learned_table is not None
+    )
 
 
 def _tables(model: PreTrainedModel) -> set[str]:
@@ -316,7 +330,8 @@ def _has(model: nn.Module, path: str) -> bool:
 def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> None:
     """Give the modules of a target the parameters of those of a source, with calibrated offsets in their biases."""
     for path, other in pairs.items():
-        module, given = target.get_submodule(path), source.get_submodule(other)
+        module: Any = target.get_submodule(path)
+        given: Any = source.get_submodule(other)
         for name, parameter in given._parameters.items():
             if parameter is not None and name in module._parameters:
                 module._parameters[name] = parameter
@@ -341,7 +356,7 @@ def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded
             positions = inner.get_submodule("embeddings.position_embeddings")
             positions.weight = nn.Parameter(torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device))
         if target.sinusoids is not None:
-            table = inner.get_submodule(target.sinusoids)
+            table: Any = inner.get_submodule(target.sinusoids)
             table.weight = nn.Parameter(table.create_weight().to(like), requires_grad=False)
         if target.biases is not None:
             inner.get_submodule(target.biases).weight = theirs.posenc.weight
