@@ -30,7 +30,7 @@ INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
 WHERE = ("encoder", "decoder", "cross")
 """Where an encoding applies in an encoder-decoder model: in the self-attention of each, and in cross-attention."""
-PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where")
+PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where", "windows")
 """The keys of `position_encoding` that aren't options of an encoding. `layers` is next to the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config with its parsed `position_encoding`. It isn't saved."""
@@ -233,6 +233,54 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Overlapping windows in which an encoder reads inputs that are longer than one window.
+
+    window: number of tokens in a window, with special tokens.
+    stride: number of tokens between the starts of consecutive windows.
+    prefix, suffix: number of tokens at the start and the end of an input that each window repeats: its special tokens.
+    """
+
+    window: int
+    stride: int
+    prefix: int = 1
+    suffix: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"windows: {each.name}={short_repr(value)} isn't valid. It must be an integer from 0.")
+        if self.room < 1:
+            raise ValueError(
+                f"window={self.window} leaves no room for text besides prefix={self.prefix} and suffix={self.suffix}. Pass "
+                f"{self.prefix + self.suffix + 1} or more."
+            )
+        if not 1 <= self.stride <= self.room:
+            raise ValueError(
+                f"stride={self.stride} isn't valid. It must be from 1 to {self.room}, the tokens of a window without the "
+                f"special ones; otherwise, windows would skip tokens. The default is {max(1, self.room // 2)}."
+            )
+
+    @property
+    def room(self) -> int:
+        """Number of tokens in a window without prefix and suffix."""
+        return self.window - self.prefix - self.suffix
+
+    @classmethod
+    def parse(cls, given: Any) -> "Windows | None":
+        """Raises ValueError for anything that `asdict` doesn't write."""
+        if given is None:
+            return None
+        names = [each.name for each in fields(cls)]
+        if not isinstance(given, dict) or {*given} != {*names}:
+            raise ValueError(
+                f"position_encoding['windows']={short_repr(given)} isn't valid. It must be a dict of {', '.join(names)}."
+            )
+        return cls(**given)
+
+
+@dataclass(frozen=True)
 class PositionSpec:
     """A model's encoding and where it applies.
 
@@ -247,6 +295,7 @@ class PositionSpec:
     where: where the encoding applies in an encoder-decoder model, in the order of WHERE. Empty for the self-attention of both.
         Other places keep the original positions.
     others: the other encodings, or this one with other options, by the place in WHERE where they apply instead.
+    windows: the windows in which encoders read longer inputs. None: inputs are read in one forward pass.
     """
 
     type: str
@@ -259,6 +308,7 @@ class PositionSpec:
     submodel: str | None = None
     where: tuple[str, ...] = ()
     others: Mapping[str, "PositionSpec"] = field(default_factory=dict)
+    windows: Windows | None = None
 
     @classmethod
     def parse(cls, given: Any, in_code: bool = False) -> "PositionSpec":
@@ -288,6 +338,7 @@ class PositionSpec:
             calibration=Calibration.parse(placement.get("calibration")),
             submodel=placement.get("submodel"),
             where=tuple(name for name in WHERE if name in where),
+            windows=Windows.parse(placement.get("windows")),
         )
         spec = replace(spec, others={name: spec._other(name, value, in_code) for name, value in where.items() if value})
         if spec.type not in (each.type for each in spec.all_encodings):
@@ -313,6 +364,8 @@ class PositionSpec:
         return PositionSpec.parse(given, in_code)
 
     def _check_placement(self) -> None:
+        if self.windows is not None and self.where and "encoder" not in self.where:
+            raise ValueError(f"windows applies to encoders, but where={[*self.where]}. Add 'encoder', or omit windows.")
         if self.inject not in INJECT:
             raise ValueError(
                 f"inject={short_repr(self.inject)}{did_you_mean(self.inject, INJECT)} isn't valid. It must be one of "
@@ -363,6 +416,11 @@ class PositionSpec:
         """Whether all original positions are replaced, so that the config's length is that of this encoding."""
         return self.submodel is None and (not self.where or {"encoder", "decoder"} <= {*self.where})
 
+    @property
+    def pass_length(self) -> int | None:
+        """Maximum number of tokens in a forward pass: of a window, if there are windows."""
+        return self.max_length if self.windows is None else self.windows.window
+
     def encoding_for(self, where: str) -> "PositionSpec | None":
         """The spec for one of WHERE, or None."""
         if where not in (self.where or ("encoder", "decoder")):
@@ -398,6 +456,7 @@ class PositionSpec:
             **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
             **({} if self.submodel is None else {"submodel": self.submodel}),
             **({"where": where} if where else {}),
+            **({} if self.windows is None else {"windows": asdict(self.windows)}),
         }
 
     def parts_by_layer(self, count: int, attentions: Collection[int]) -> list[tuple[str, ...]]:

@@ -16,9 +16,10 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.configuration import Calibration, dropped_v4_relative_within
+from hf_posenc.configuration import Calibration, Windows, dropped_v4_relative_within
 from hf_posenc.encodings import options_of, portable, short_repr, without_values
 from hf_posenc.modeling.embedding import PositionEmbedding
+from hf_posenc.modeling.position_ids import longest_input
 from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
 
@@ -36,6 +37,7 @@ class Report:
     can_unpatch: whether `unpatch` can restore the original positions.
     ignored: settings of the config that Transformers ignores.
     calibration: for a model made by `convert`, how close it came to its original; else None.
+    windows: the windows in which longer inputs are read; None if there are none.
     where: "encoder", "decoder" or "cross" -> the encoding that acts there, if `patch` was called with `where`; else empty.
     order_sensitive: class -> paths of the modules, other than attentions, that depend on token order: linear attention, state
         spaces, convolutions. `patch` doesn't change them.
@@ -52,6 +54,7 @@ class Report:
     calibration: Calibration | None = None
     order_sensitive: dict[str, tuple[str, ...]] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
+    windows: Windows | None = None
 
     @property
     def model_max_length(self) -> int:
@@ -66,6 +69,8 @@ class Report:
             *(("applied in", f"{_first(paths)} ({mechanism})") for mechanism, paths in self.locations.items()),
             *((f"{part} layers", ", ".join(map(str, layers))) for part, layers in self.layers.items()),
         ]
+        if self.windows is not None:
+            rows.append(("windows", f"{self.windows.window} tokens, stride {self.windows.stride}"))
         if self.where:
             rows.append(("parts", ", ".join(f"{name} ({kind})" for name, kind in self.where.items())))
         if found := self.calibration:
@@ -136,11 +141,12 @@ def _report(model: PreTrainedModel) -> Report:
             )
             for verb in verbs
         },
-        max_length=stack.posenc.geometry.max_length,
+        max_length=longest_input(stack),
         can_unpatch=bool(spec.original and spec.original.kept),
         ignored=_ignored(model),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
+        windows=spec.windows,
         where={name: there.type for name in spec.where if (there := spec.encoding_for(name)) is not None},
         order_sensitive=_stays((name, detection.order_aware_modules(stack)) for name, stack in stacks.items()),
     )

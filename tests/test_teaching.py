@@ -25,7 +25,8 @@ class Teacher:
 
     def __call__(self, input_ids, attention_mask=None):
         assert input_ids.shape[1] <= USABLE or attention_mask is not None
-        self.windows += input_ids.tolist()
+        shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        self.windows += [row[mask].tolist() for row, mask in zip(input_ids, shown.bool(), strict=True)]
         place = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         first = input_ids[:, 1:2].expand(input_ids.shape)
         return SimpleNamespace(last_hidden_state=torch.stack([input_ids, place, first], dim=-1).float())

@@ -56,7 +56,7 @@ def computed() -> dict[str, Any]:
         "inject": [*INJECT],
         "where": [*WHERE],
         "methods": [*METHODS],
-        "extend_methods": {"Learned positions": [*TABLES], "RoPE": [*ROTARY]},
+        "extend_methods": {"Learned positions": [*TABLES], "RoPE": [*ROTARY], "Encoders": ["windows"]},
         "figures": {name: inspect.getdoc(each.draw).partition("\n\n")[0] for name, each in sorted(FIGURES.items())},
     }
 

@@ -49,6 +49,7 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
     refuse(model, "to_stock")
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} isn't patched, so it already loads without hf_posenc.")
+    _check_one_pass(model)
     length = _length(model, max_length)
     reasons: list[str] = []
     plain = _float32(model)
@@ -85,6 +86,16 @@ def _nearest(model: Any, original: Any) -> str:
         more = ", and in some layers, SmolLM3" if original.config_class.model_type == "llama" else ""
         return f"Nearest: rope in all layers keeps the class{more}"
     return "Nearest: additive encodings and none keep the class if it has a table of position embeddings"
+
+
+def _check_one_pass(model: Any) -> None:
+    """Raises UnsupportedModelError for a model that reads its inputs in windows."""
+    if model.config.position_spec.windows is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads longer inputs in windows, which no class of Transformers does",
+            reason="windows",
+            remedy="Export the model from which it was extended.",
+        )
 
 
 def _length(model: Any, asked: int | None) -> int:

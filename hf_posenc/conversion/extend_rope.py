@@ -12,7 +12,7 @@ from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import Geometry, encoding_class, quoted
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
-from hf_posenc.encodings.table_interpolation import DYNAMIC, GROUPED
+from hf_posenc.encodings.table_interpolation import DYNAMIC, GROUPED, WINDOWS
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 ROPE = "rope_parameters"
@@ -31,7 +31,7 @@ def with_other_rotations(host: ExtensionTarget) -> Any:
     """A model of the same class whose config has other parameters of its rotations; a patched one with `rope` where no config
     says them, or where tokens far away are to be grouped. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
-    if asked.method not in ROTARY:
+    if asked.method not in (*ROTARY, WINDOWS):
         raise ValueError(
             f"method={asked.method!r} applies to learned position embeddings, but {name} has rotary positions. Choose one of "
             f"{quoted(ROTARY)}."
@@ -43,6 +43,9 @@ def with_other_rotations(host: ExtensionTarget) -> Any:
         for component in found.components
         if component.follows_rope_parameters and found.stack.config is host.inner.config
     }
+    if asked.method == WINDOWS:
+        encoding = {**_as_it_turns(host, {"rope": _options(host.inner.config, given)}), "windows": asked.windows()}
+        return patch(host.model, encoding, max_length=asked.after, submodel=host.submodel)
     if asked.method != GROUPED and given and len(modules) == len(host.stacks):
         return _with_other_parameters(host, given, modules)
     if asked.method == GROUPED:

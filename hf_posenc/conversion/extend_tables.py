@@ -12,7 +12,7 @@ from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import quoted
-from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC
+from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, WINDOWS
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 NO_FIELD = "a table whose length no config says"
@@ -64,26 +64,30 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
     return twin
 
 
-def stretched_by_length(host: ExtensionTarget) -> Any:
-    """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts; biases of the host's
-    beside it go on as `t5`."""
+def by_input(host: ExtensionTarget) -> Any:
+    """A patched model whose `learned` encoding has the original position embeddings, for methods that depend on the input.
+
+    "dynamic" interpolates them for a longer input, and "windows" divides it. Biases of the original model become `t5`."""
     asked = host.asked
-    asked.refuse_other_settings()
-    if any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
+    if asked.method == DYNAMIC:
+        asked.refuse_other_settings()
+    if asked.method == DYNAMIC and any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
         raise UnsupportedModelError(
             f"method={DYNAMIC!r} doesn't support the causal attention of {type(host.inner).__name__}, because cached "
             "keys keep the positions of a shorter input",
             reason="causal attention",
             remedy="Choose a static method, such as 'keep_first'.",
         )
-    learned = {"init": "host", "trained_rows": asked.before}
-    encoding = {"type": "learned", **learned}
+    learned = {"init": "host", **({"trained_rows": asked.before} if asked.method == DYNAMIC else {})}
+    encoding: dict[str, Any] = {"type": "learned", **learned}
     components = (component for found in host.stacks.values() for component in found.components)
     if beside := [component for component in components if not component.accepts_embeddings]:
         if any(component.encoding != BIASES for component in beside):
             raise _would_be_lost(host, beside)
         rows = {len(component.module.get_parameter("weight")) for component in beside}
         encoding = {"type": f"learned+{BIASES}", "learned": learned, BIASES: {"num_buckets": max(rows)}}
+    if asked.method == WINDOWS:
+        encoding["windows"] = asked.windows()
     where = "encoder" if getattr(host.inner.config, "is_encoder_decoder", False) else None
     patched = patch(host.model, encoding, max_length=asked.after, where=where, submodel=host.submodel)
     for path, found in host.stacks.items():
@@ -96,8 +100,9 @@ def stretched_by_length(host: ExtensionTarget) -> Any:
                 if component in beside:
                     _take_over(component.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
     if beside:
-        expected = host.answer(clone_sharing_parameters(host.model), asked.before)
-        if not torch.allclose(host.answer(patched, asked.before), expected, atol=SAME * float(expected.std())):
+        count = asked.before if asked.method == DYNAMIC else encoding["windows"]["window"]
+        expected = host.answer(clone_sharing_parameters(host.model), count)
+        if not torch.allclose(host.answer(patched, count), expected, atol=SAME * float(expected.std())):
             raise _would_be_lost(host, beside)
     return patched
 
@@ -110,7 +115,7 @@ def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
 
 def _would_be_lost(host: ExtensionTarget, beside: list[PositionComponent]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(host.model).__name__} also has positions in {beside[0].path}, which method={DYNAMIC!r} would disable",
+        f"{type(host.model).__name__} also has positions in {beside[0].path}, which method={host.asked.method!r} would disable",
         reason=BESIDE,
         remedy="Choose a static method, such as 'linear'.",
     )

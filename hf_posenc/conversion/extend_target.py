@@ -12,7 +12,8 @@ from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, quoted
-from hf_posenc.encodings.table_interpolation import DYNAMIC, Extension
+from hf_posenc.encodings.table_interpolation import DYNAMIC, WINDOWS, Extension
+from hf_posenc.modeling.encoding_checks import refuse_unwindowed
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class ExtensionTarget:
         inner = model if submodel is None else detection.submodel(model, submodel)
         path = next(name for name, module in model.named_modules() if module is inner)
         stacks = {f"{path}.{name}".strip("."): found for name, found in detection.find_all(inner).items()}
-        if method == DYNAMIC and getattr(inner.config, "is_encoder_decoder", False):
+        if method in (DYNAMIC, WINDOWS) and getattr(inner.config, "is_encoder_decoder", False):
             stacks = {name: found for name, found in stacks.items() if found.role == "encoder"}
+        if method == WINDOWS:
+            for found in stacks.values():
+                refuse_unwindowed(inner, found.tokens is not None, found.geometry(None, "input").is_causal)
         lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
         if not lengths:
             raise UnsupportedModelError(

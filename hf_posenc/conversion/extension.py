@@ -15,7 +15,7 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
-from hf_posenc.conversion.extend_tables import stretched_by_length, with_longer_tables
+from hf_posenc.conversion.extend_tables import by_input, with_longer_tables
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.encodings import (
@@ -30,17 +30,19 @@ from hf_posenc.encodings import (
     quoted,
     short_repr,
 )
-from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, Extension
+from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, WINDOWS, Extension
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
+from hf_posenc.modeling.encoding_checks import refuse_unwindowed
 from hf_posenc.modeling.parameter_sharing import build_on_meta, refuse_wrapped, share_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
-METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))
+METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY, WINDOWS)))
 """The methods of `extend`."""
 TABLES = (*STATIC, DYNAMIC)
-CHOICE = f"for learned tables {quoted(TABLES)}; for rotary positions {quoted(ROTARY)}"
+CHOICE = f"for learned tables {quoted(TABLES)}; for rotary positions {quoted(ROTARY)}; for encoders {WINDOWS!r}"
 
 
 def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
@@ -63,6 +65,12 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
                       length: a rule in the config, so that a stock model is patched with `learned`. Positions are counted from
                       the attention mask, as in every patched model. Of an encoder and a decoder the encoder gets it; a decoder
                       can't have it.
+
+        "windows"     longer inputs are read in overlapping windows of `window` tokens (the current maximum length) at a
+                      `stride` (half a window). Each has its own positions, and repeats `prefix` and `suffix` special tokens
+                      (1 each). The hidden state of a token comes from the window in which it is most central; those of special
+                      tokens are means. A first segment, such as a question, is repeated if `token_type_ids` mark it. For
+                      encoders, also with RoPE, and for patched encoders.
 
     Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others; without
     them it is patched with `rope`), or of the `rope` encoding:
@@ -122,7 +130,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
 def _extended_host(host: ExtensionTarget) -> Any:
     reads_tokens = all(found.tokens is not None for found in host.stacks.values())
     if reads_tokens and all(source.learned_table is not None for source in host.limiting):
-        return stretched_by_length(host) if host.asked.method == DYNAMIC else with_longer_tables(host)
+        return by_input(host) if host.asked.method in (DYNAMIC, WINDOWS) else with_longer_tables(host)
     if not reads_tokens or any(source.encoding != "rope" for source in host.limiting):
         host.refuse_other_sources()
     return with_other_rotations(host)
@@ -150,6 +158,8 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
 def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
+    if method == WINDOWS or (spec.windows is not None and method is None and max_length is not None):
+        return _in_windows(model, max_length, method, settings)
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)
     config = copy.deepcopy(model.config)
@@ -164,6 +174,27 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
         config.check_size()
     return _rebuilt(model, config, asked)
+
+
+def _in_windows(model: Any, max_length: int, method: str | None, settings: dict[str, Any]) -> Any:
+    """A patched model that reads longer inputs in windows. Without a method, its windows stay."""
+    spec, config = specs.read(model.config), copy.deepcopy(model.config)
+    before = spec.max_length or settings.get("window")
+    if type(before) is not int or max_length < before:
+        raise ValueError(
+            f"max_length={max_length} and window={short_repr(settings.get('window'))} don't fit this model, whose maximum "
+            f"length is {spec.max_length}. Pass a window, and a max_length of at least that. The model was not changed."
+        )
+    windows = spec.windows
+    if method is not None:
+        for plan in specs.plans_of(config):
+            if plan.role == "encoder":
+                stack: Any = model.get_submodule(plan.path)
+                refuse_unwindowed(model, reads_tokens(stack), stack.posenc.geometry.is_causal)
+        before = before if windows is None else windows.window
+        windows = specs.Windows.parse(Extension(method, before, max_length, settings).windows())
+    specs.write(config, replace(spec, max_length=max_length, windows=windows))
+    return _rebuilt(model, config, None)
 
 
 def _asked(

@@ -17,6 +17,8 @@ STATIC = (LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST)
 """The methods of `interpolate_table`."""
 DYNAMIC = "dynamic"
 """The method that interpolates positions by the length of each text. Short texts keep their positions."""
+WINDOWS = "windows"
+"""The method by which an encoder reads longer inputs in overlapping windows. Any encoding supports it."""
 KEPT = 20
 """The default number of rows that "keep_first" keeps, as in Long-CLIP."""
 
@@ -34,6 +36,22 @@ class Extension:
     before: int
     after: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def windows(self) -> dict[str, int]:
+        """The windows of the method "windows": by default as long as the current maximum length, and half overlapping.
+
+        Raises ValueError for a setting that the method doesn't have, or for a window longer than the current maximum length.
+        """
+        self.refuse_other_settings("window", "stride", "prefix", "suffix")
+        given = {name: value for name, value in self.settings.items() if value is not None}
+        chosen = {"window": self.before, "prefix": 1, "suffix": 1, **given}
+        if any(type(value) is not int for value in chosen.values()) or chosen["window"] > self.before:
+            raise ValueError(
+                f"{short_repr(dict(given))} isn't valid. The settings of method='windows' are integers, and window is at most "
+                f"{self.before}, the current maximum length. The model was not changed."
+            )
+        room = chosen["window"] - chosen["prefix"] - chosen["suffix"]
+        return {"stride": max(1, room // 2), **chosen}
 
     def refuse_other_settings(self, *allowed: str) -> None:
         """Raises ValueError for a setting that the method doesn't have."""

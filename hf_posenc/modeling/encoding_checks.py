@@ -22,6 +22,8 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
     """Raises UnsupportedModelError for an encoding that can't act where it should, ValueError for layers that don't exist."""
     for structure in stacks:
         own, across, geometry = acting_in(structure, spec)
+        if own is not None and own.windows is not None:
+            refuse_unwindowed(structure.stack, structure.tokens is not None, geometry.is_causal)
         if own is not None:
             parts = parts_by_attention(structure, own)
             _refuse_closed(structure, structure.attentions, own, parts)
@@ -39,6 +41,19 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
                         reason="attention outside the attention interface",
                         remedy="Remove 'cross' from where.",
                     )
+
+
+def refuse_unwindowed(model: nn.Module, reads_tokens: bool, is_causal: bool) -> None:
+    """Raises UnsupportedModelError for a model that can't read its inputs in windows."""
+    if reads_tokens and not is_causal:
+        return
+    why = "has causal attention" if reads_tokens else "reads images or audio"
+    rope = "For RoPE, choose 'ntk' or 'yarn'; for position embeddings, choose 'keep_first'."
+    raise UnsupportedModelError(
+        f"method='windows' divides the input of an encoder of tokens, but {type(model).__name__} {why}",
+        reason="not an encoder of tokens",
+        remedy=rope if reads_tokens else "For other image sizes, pass interpolate_pos_encoding=True.",
+    )
 
 
 def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:

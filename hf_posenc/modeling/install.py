@@ -28,7 +28,9 @@ def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | 
     """What acts in a stack, and between it and another one; and the sizes for it."""
     own = spec.encoding_for(structure.role) if spec.where else spec
     across = spec.encoding_for("cross") if structure.role == "decoder" else None
-    geometry = structure.geometry(spec.max_length, spec.inject)
+    if own is not None and structure.role == "decoder":
+        own = replace(own, windows=None)
+    geometry = structure.geometry(spec.max_length if own is None else own.pass_length, spec.inject)
     if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
         geometry = replace(geometry, max_length=structure.usable_length)
     return own, across, geometry

@@ -63,6 +63,12 @@ class StackState:
     locations: Mapping[str, tuple[str, ...]]
 
 
+def longest_input(stack: Any) -> int | None:
+    """Maximum input length of a patched stack, in tokens. None: no limit."""
+    spec = stack.posenc_state.spec
+    return stack.posenc.geometry.max_length if spec.windows is None else spec.max_length
+
+
 @dataclass(frozen=True)
 class PositionInputs:
     """Makes the `PositionContext` of a patched stack before the original forward, and keeps what its cache needs afterwards.

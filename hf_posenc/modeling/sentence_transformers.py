@@ -15,6 +15,7 @@ from hf_posenc.architectures.detection import find_all
 from hf_posenc.architectures.detection import submodel as submodel_of
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.position_ids import longest_input
 from hf_posenc.serialization.tokenizer_files import copied
 
 
@@ -39,7 +40,7 @@ def apply_to_sentence_transformer(
     twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
     holder.processor = copied(first.processor)
     if isinstance(model, PosEncModelMixin):
-        usable = next(stack.posenc.geometry.max_length for stack in model.modules() if is_patched(stack))
+        usable = next(longest_input(stack) for stack in model.modules() if is_patched(stack))
         holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable
         # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
         # which stays the host's if the encoding has no limit.
