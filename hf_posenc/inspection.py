@@ -28,19 +28,20 @@ from hf_posenc.serialization.saved_files import explained, load_config, read_con
 class Report:
     """The result of `inspect`.
 
-    encoding: canonical name of the encoding; for an original model the equivalent of its own positions ("learned"; MPNet's are
+    model_class: name of the model's class.
+    encoding: canonical name of the encoding. For an original model, the equivalent of its positions ("learned"; MPNet has
         "learned+t5").
-    options: the encoding's options; for an original model with rotary positions its `rope_parameters`.
-    locations: mechanism -> dotted paths of the modules in which positions enter.
-    layers: encoding, or part of a composition -> the layers in which it acts; empty if it acts in all.
-    max_length: maximum input length in tokens; None means no limit.
+    options: options of the encoding. For an original model with RoPE, its `rope_parameters`.
+    locations: mechanism -> dotted paths of the modules where it applies.
+    layers: encoding, or part of a composition -> its layers. Empty if it applies in all layers.
+    max_length: maximum input length in tokens. None: no limit.
     can_unpatch: whether `unpatch` can restore the original positions.
     ignored: settings of the config that Transformers ignores.
-    calibration: for a model made by `convert`, how close it came to its original; else None.
-    windows: the windows in which longer inputs are read; None if there are none.
-    where: "encoder", "decoder" or "cross" -> the encoding that acts there, if `patch` was called with `where`; else empty.
-    order_sensitive: class -> paths of the modules, other than attentions, that depend on token order: linear attention, state
-        spaces, convolutions. `patch` doesn't change them.
+    calibration: for a model from `convert`, how closely it matches the original. None for other models.
+    order_sensitive: class -> paths of other modules that depend on token order: linear attention, state spaces, convolutions.
+        `patch` doesn't change them.
+    where: "encoder", "decoder", or "cross" -> its encoding, if `patch` was called with `where`. Empty otherwise.
+    windows: the windows in which longer inputs are read. None if there are none.
     """
 
     model_class: str
@@ -99,17 +100,17 @@ def _listed(values: tuple[float, ...]) -> str:
 
 
 def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, submodel: str | None = None) -> Report:
-    """Report a model's encoding, where it enters, the maximum input length, and which settings are ignored.
+    """Report a model's encoding, where it applies, its maximum length, and the settings that Transformers ignores.
 
     Args:
-        model: an original or patched model, a SentenceTransformer, a PEFT model or another wrapper of one; or a config, a
-            directory or a Hub id, of which no weights are read. For a PEFT adapter the base model is reported.
-        submodel: for a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to report on, as
-            in `patch`. The paths of the report are relative to it. Without it, the error for a composite model lists them.
+        model: an original or patched model, a SentenceTransformer, a PEFT model, or another wrapper of a model. Or a config, a
+            local path, or a Hub ID, whose weights aren't read. For a PEFT adapter, the base model is reported.
+        submodel: in a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to report on, as
+            in `patch`. The paths in the report are relative to it. Without it, the error for a composite model lists the paths.
 
     Raises:
-        ValueError: the model has positional components that hf_posenc can't replace, it is a composite model and `submodel`
-            is missing, or it has no such submodel.
+        ValueError: the model has positional components that hf_posenc can't replace. It is a composite model, and `submodel` is
+            missing or doesn't exist.
     """
     whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
     return _report(whole if submodel is None else detection.submodel(whole, submodel))

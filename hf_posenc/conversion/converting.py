@@ -48,32 +48,33 @@ def convert(
     exportable: bool = False,
     **options: Any,
 ) -> M:
-    """A trained model with another position encoding, calibrated against its original: seconds, and no training.
+    """Replace the position encoding of a trained model and calibrate it against the original, without training.
 
-    As `patch`, and then: the encoding's biases are fitted layer by layer to the original's attention, and where the host's
-    positions contributed a vector on average, the model gets one of its own (`hf_posenc.conversion.calibration`). The host's
-    parameters are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
+    `convert` takes seconds. It first calls `patch`. Then it fits the biases of the encoding, layer by layer, to the attention
+    of the original model. If the original positions contributed a mean vector to the hidden states, the model gets an equal
+    vector (`hf_posenc.conversion.calibration`). The other parameters are shared and unchanged, so the result of `unpatch` is
+    bit-identical to the original. `inspect(model).calibration` reports how closely the model matches the original.
 
-    What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Encodings
-    that bias are built with `per_layer=True` unless it is given: fitted layer by layer, they come much closer.
+    Encodings without parameters (fixed slopes of `alibi`, frequencies of `rope`) can't be fitted; for these, only the mean
+    vectors are. Biases have `per_layer=True` by default, because separate parameters fit much better.
 
     Args:
-        model: as for `patch`: a trained model that isn't patched, or a SentenceTransformer.
-        texts: strings, of the kind that the model is used for; or tokenised batches (`input_ids` `[N, L]`, `attention_mask`).
-            Of the first 256 texts the 24 longest count, cut to 256 tokens (longer where `max_distance` asks for it); 8
-            others are held out to measure the agreement (where there are none, it is measured on the same texts, and the
-            report says so). Fewer are taken as long as each distance has pairs of tokens.
-        tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
-            model_max_length is raised to the converted model's usable length, with a UserWarning.
-        exportable: choose options with an equivalent class of Transformers, so that `to_stock` exports the result: biases that
-            all layers share. This costs quality (docs/guides/export.md).
-        max_length, **options: as for `patch`, `submodel` among them.
+        model: a trained model that isn't patched, or a SentenceTransformer with such a model.
+        texts: in-domain strings, or tokenized batches (`input_ids` `[N, L]` and `attention_mask`). The 24 longest of the first
+            256 texts are used, truncated to 256 tokens, or to more if `max_distance` requires it. Eight others measure the
+            agreement; if there are none, it is measured on the same texts, and the report says so. Fewer texts are sufficient
+            if each distance has enough pairs of tokens.
+        tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. Its
+            model_max_length becomes the maximum length of the converted model, with a UserWarning.
+        exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
+            biases shared by all layers. This costs quality (docs/guides/export.md).
+        max_length, **options: as in `patch`, including `submodel`.
 
     Raises:
-        ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
-            in attention; a model that is patched already.
-        UnsupportedModelError: as `patch`; an attention whose probabilities calibration can't reproduce; with `exportable`, an
-            encoding without an equivalent class for this model.
+        ValueError: as in `patch`. There are no texts, or they are too short or too few for the distances. The encoding doesn't
+            apply in attention. The model is already patched.
+        UnsupportedModelError: as in `patch`. Calibration can't reproduce the attention probabilities of the model. With
+            `exportable`, the encoding has no equivalent class for this model.
     """
     if is_sentence_transformer(model):
         # As a function: the twin has a tokenizer of its own, and this one stays as it is.

@@ -30,18 +30,19 @@ PAGE = "docs/guides/export.md lists the encodings that have an equivalent class.
 
 
 def to_stock(model: Any, *, max_length: int | None = None) -> Any:
-    """The same function as a model of a class that Transformers has: BERT with shared `t5` biases is MPNet.
+    """Export a patched model to a Transformers class that computes the same function.
 
-    The result needs no code of hf_posenc. It shares its parameters with `model`, except those that the class stores in another
-    form. Both are run on random tokens at several lengths, with and without padding, before it is returned.
+    For example, BERT with shared `t5` biases becomes MPNet. The result doesn't need hf_posenc. It shares its parameters with
+    `model`, except those that the class stores in another form. Before it is returned, both models are compared on random
+    tokens at several lengths, with and without padding.
 
     Args:
-        model: a patched model, or a SentenceTransformer that contains one.
-        max_length: number of tokens for which tables are made, if the class has tables. None: the maximum length of the
-            patched model, or that of the original if it has no limit.
+        model: a patched model, or a SentenceTransformer with one.
+        max_length: number of positions, if the class has position embeddings. None: the maximum length of the patched model, or
+            of the original if there is no limit.
 
     Raises:
-        UnsupportedModelError: no class of Transformers computes this function. The error states why and names the nearest.
+        UnsupportedModelError: no Transformers class computes this function. The error states why and names the nearest class.
         ValueError: the model isn't patched, or max_length is invalid.
     """
     if is_sentence_transformer(model):

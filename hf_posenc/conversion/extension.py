@@ -46,56 +46,57 @@ CHOICE = f"for learned tables {quoted(TABLES)}; for rotary positions {quoted(ROT
 
 
 def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
-    """The same model for inputs of up to `max_length` tokens; all other parameters are shared with `model`, as in `patch`.
+    """Extend a model to inputs of up to `max_length` tokens.
 
-    `model` itself stays usable and unchanged. Its tokenizer has to follow: `tokenizer.model_max_length = max_length` (the
-    command `hf-posenc extend` sees to it, and so does a SentenceTransformer).
+    The result shares all other parameters with `model`, as in `patch`, and `model` itself doesn't change. Set its tokenizer's
+    `model_max_length` to the new length. The command `hf-posenc extend` does this, and so does `extend` for a
+    SentenceTransformer.
 
-    Without a method it is a promise: for a patched model whose encoding is defined at every position, so that `max_length` is
-    no size. The config's length field follows, and `unpatch` works as before. With a method positions change:
+    Without a method, only the maximum length changes. This suits patched models whose encoding is defined at every position.
+    `unpatch` works as before. With a method, positions change:
 
-    Learned tables, of a stock model (BERT, RoBERTa, GPT-2, OPT, BART; the result is a model of the same class, which loads
-    without this package), or of the `learned` encoding:
-        "linear"      both ends stay, all between are interpolated.
-        "cubic"       the same by cubic convolution.
-        "tiled"       copies of the table behind one another; "recurrent" is another name for it.
-        "grouped"     neighbours share a row.
-        "keep_first"  the first `keep` rows (20) stay, the others are stretched (Long-CLIP).
-        "dynamic"     inputs up to the old length keep their positions bit-exactly, longer ones are stretched to their own
-                      length: a rule in the config, so that a stock model is patched with `learned`. Positions are counted from
-                      the attention mask, as in every patched model. Of an encoder and a decoder the encoder gets it; a decoder
-                      can't have it.
+    Learned position embeddings, of an original model (BERT, RoBERTa, GPT-2, OPT, BART) or of the `learned` encoding. For an
+    original model, all methods but "dynamic" and "windows" return a model of the same class, which loads without this package:
+        "linear"      interpolates between both ends, which stay the same.
+        "cubic"       interpolates by cubic convolution.
+        "tiled"       repeats the position embeddings. "recurrent" is another name.
+        "grouped"     shares each embedding among adjacent positions.
+        "keep_first"  keeps the first `keep` embeddings (20) and interpolates the others (Long-CLIP).
+        "dynamic"     interpolates by the length of each input. Inputs up to the old length stay bit-identical. An original
+                      model is patched with `learned`. Positions are counted from the attention mask, as in every patched model.
+                      Only encoders support it.
 
-        "windows"     longer inputs are read in overlapping windows of `window` tokens (the current maximum length) at a
-                      `stride` (half a window). Each has its own positions, and repeats `prefix` and `suffix` special tokens
-                      (1 each). The hidden state of a token comes from the window in which it is most central; those of special
-                      tokens are means. A first segment, such as a question, is repeated if `token_type_ids` mark it. For
-                      encoders, also with RoPE, and for patched encoders.
-
-    Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others; without
-    them it is patched with `rope`), or of the `rope` encoding:
+    RoPE, of an original model whose config has `rope_parameters` (the result is an original model, or without this field, a
+    model patched with `rope`), or of the `rope` encoding:
         "linear"      position interpolation.
-        "ntk"         a larger theta. It leaves no mark: extend the model as it was before, not a second time.
-        "dynamic"     the same by the length of the text; in a stock model by that of the longest yet, as Transformers has it.
-        "yarn", "longrope", "llama3": Transformers' rules of these names. "longrope" needs its lists of factors.
-        "grouped"     SelfExtend, a rule in the config: inputs up to the old length as before, in longer ones tokens that are
-                      `window` (a quarter of the old length) or more apart are told apart by groups of `group` positions. A
-                      stock model is patched with `self_extend`; its second scores take the memory of `[B, H, Q, K]`.
-    The factor is max_length / the old length unless it is given. Layers of sliding windows that have rotations of their own
-    keep them.
+        "ntk"         a larger theta. It leaves no trace in the config, so don't apply it twice.
+        "dynamic"     "ntk" by the length of the input; in an original model, by that of the longest input so far.
+        "yarn", "longrope", "llama3"   Transformers' rules. "longrope" requires its lists of factors.
+        "grouped"     SelfExtend: inputs up to the old length stay the same. In longer inputs, tokens at least `window` (a
+                      quarter of the old length) apart are distinguished by groups of `group` positions. An original model is
+                      patched with `self_extend`, whose second scores take the memory of `[B, H, Q, K]`.
+    The factor is max_length divided by the old length, unless you pass `factor`. Layers with sliding windows and their own
+    rotations keep them.
+
+    Encoders, original or patched:
+        "windows"     divides longer inputs into overlapping windows of `window` tokens (the old length) at a `stride`. Each has
+                      its own positions and repeats `prefix` and `suffix` special tokens (1 each). The hidden state of a token
+                      comes from the window in which it is most central; those of special tokens are means. If `token_type_ids`
+                      mark a first segment, such as a question, each window repeats it.
 
     Args:
-        model: a model of Transformers, patched or not, a SentenceTransformer with one, a `PositionEmbedding` or a
+        model: a Transformers model, patched or not, a SentenceTransformer with one, a `PositionEmbedding`, or a
             `TokenPositionEmbedding`.
-        max_length: the new longest input in tokens, no shorter than before; None, without a method: no limit.
+        max_length: new maximum length in tokens, not below the old one. None, without a method: no limit.
         method: see above.
-        submodel: of a stock model made of several (CLIP) the one to extend, as `patch` takes it.
-        **settings: of the method: `keep` of "keep_first", `window` and `group` of "grouped", parameters of a rotary rule by
-            Transformers' names.
+        submodel: in an original composite model (CLIP), the dotted path of the submodel to extend, as in `patch`.
+        **settings: settings of the method: `keep` of "keep_first"; `window` and `group` of "grouped"; `window`, `stride`,
+            `prefix`, and `suffix` of "windows"; parameters of a RoPE rule by their names in Transformers.
 
     Raises:
-        ValueError: positions that need a method, or don't know this one; a shorter length; a wrong setting.
-        UnsupportedModelError: a ValueError for a stock model whose positions can't be made longer.
+        ValueError: the positions require a method or don't support this one, the length is below the old one, or a setting is
+            invalid.
+        UnsupportedModelError: a ValueError for an original model whose positions can't be extended.
     """
     _check(max_length, method, settings)
     if is_sentence_transformer(model):

@@ -52,24 +52,24 @@ def from_v4(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Any:
-    """A Transformers v4 model with position_embedding_type "relative_key" or "relative_key_query", with v4's outputs.
+    """Load a Transformers v4 model with position_embedding_type "relative_key" or "relative_key_query", with v4's outputs.
 
-    Transformers 5 ignores that setting, drops the checkpoint's vectors of distances and computes something else. Here they
-    become the encoding of the same name, in a model of class `PosEnc<HostClass>`, which trains, saves and reloads as any
-    patched model. `unpatch` has nothing to bring back: v4 didn't use the absolute positions that are in such a checkpoint.
+    Transformers 5 ignores this setting and drops the relative position vectors of the checkpoint, so the outputs are wrong.
+    Here the vectors become the encoding of the same name, in a model of class `PosEnc<OriginalClass>` that trains, saves, and
+    loads like any patched model. `unpatch` isn't available, because v4 didn't use the absolute positions in such a checkpoint.
 
     Args:
-        path_or_id: folder or Hub id of a checkpoint with safetensors.
+        path_or_id: local path or Hub ID of a checkpoint with safetensors.
         auto_class: an Auto class (AutoModelForMaskedLM) or a model class (BertForMaskedLM).
-        max_length: the longest input in tokens, checked on every forward. None: what the model was made for. In longer inputs,
-            distances beyond the last vector get that one; v4 refused them.
-        dtype, device_map, attn_implementation, revision, subfolder, token, cache_dir, local_files_only: as of
+        max_length: maximum input length in tokens, checked on every forward pass. None: the original length. In longer inputs,
+            distances beyond the last vector use the last vector. v4 raised an error.
+        dtype, device_map, attn_implementation, revision, subfolder, token, cache_dir, local_files_only: as in
             `auto_class.from_pretrained`.
 
     Raises:
-        ValueError: no such checkpoint: absolute positions, tables that are missing or of other sizes, pickles instead of
-            safetensors, a class for other models.
-        UnsupportedModelError: a ValueError for a model type of which the outputs aren't proven to be v4's.
+        ValueError: the checkpoint has absolute positions, has missing tables or tables of other sizes, has no safetensors, or
+            is for another class.
+        UnsupportedModelError: a ValueError for a model type whose outputs haven't been verified against v4.
     """
     if not isinstance(path_or_id, (str, os.PathLike)):
         raise ValueError(

@@ -28,39 +28,39 @@ def patch(
     keep_original: bool = True,
     **options: Any,
 ) -> M:
-    """The same model with another position encoding, of class `PosEnc<HostClass>`.
+    """Replace a model's position encoding. Returns a new model of class `PosEnc<OriginalClass>`.
 
-    Parameter objects are shared with `model`, not copied: training, freezing or moving one moves the other. `model`
-    itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over;
-    hooks stay with `model`.
+    The new model shares its parameters with `model`: training, freezing, or moving one affects both. `model` itself doesn't
+    change and stays usable. The new model has the same mode, requires_grad, dtype, device, tied weights, and generation_config.
+    Hooks stay with `model`.
 
-    New parameters are drawn by the state of torch's generator, which stays as it is: two patches in a row start alike, unless
-    something is drawn, or torch.manual_seed called, in between.
+    New parameters are drawn from torch's generator without advancing it. Two consecutive calls therefore start with the same
+    values.
 
     Args:
-        model: any Transformers model in which all sources of position can be taken over; or a SentenceTransformer with
-            one, which comes back as a SentenceTransformer. Its max_seq_length is then the model's usable length.
-        encoding: a name or alias (`hf_posenc.list_encodings()`), a composition of several (`"sinusoidal+alibi"`), or
+        model: a Transformers model whose positional components can all be replaced, or a SentenceTransformer with such a model.
+            A SentenceTransformer is returned as one, with the maximum length of the patched model as its max_seq_length.
+        encoding: a name or alias (`hf_posenc.list_encodings()`), a composition (`"sinusoidal+alibi"`), or
             `{"type": name, **options}`.
-        max_length: the longest input in tokens, checked on every forward and written to the config's length field.
-            None: no limit for computed encodings, the host's own length for tables.
-        submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to patch, as a dotted path within
-            its base model ("text_model", "language_model", "decoder"); the error for such a model without it names them.
-        where: in a model of an encoder and a decoder where the encoding acts, one or more of "encoder", "decoder" (their
-            self-attention; both by default) and "cross" (the decoder's attention to the encoder's states, where the distance of
-            two tokens is that of their positions). What isn't named keeps the host's own positions. A dict gives each an
-            encoding of its own, or other options: {"encoder": "alibi", "decoder": {"type": "rope", "theta": 5e5}}.
-        inject: where the vectors of an encoding which embeds are added: to the "input" (where the host adds its own, else
-            to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
-            leaves each layer's attention block ("after_attention").
-        keep_original: keep the host's position table as non-trained buffers `posenc.original.*`, for `unpatch`.
-        **options: of the encoding (`rope` has theta and layout, `sinusoidal` has base, …); of a composition's part as
-            `part__option`. `layers` is an option of all encodings that act in attention: where they act, a slice as text
-            ("3::4") or a list of layer indices.
+        max_length: maximum input length in tokens. It is checked on every forward pass and written to the config's length
+            field. None: no limit for computed encodings, the original length for learned ones.
+        submodel: in a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to patch, within
+            the base model ("text_model", "language_model", "decoder"). Without it, the error for such a model lists the paths.
+        where: in an encoder-decoder model, where the encoding applies: one or more of "encoder", "decoder" (their
+            self-attention; the default is both), and "cross" (cross-attention, where the distance is that of the positions in
+            both sequences). Other places keep the original positions. A dict sets a separate encoding or other options for each
+            place: {"encoder": "alibi", "decoder": {"type": "rope", "theta": 5e5}}.
+        inject: where an additive encoding adds its vectors: to the "input" (where the original positions are added, or
+            otherwise to the input of the first layer), to the input of "every_layer", or to the output of each attention block
+            ("after_attention").
+        keep_original: keep the original position embeddings as buffers `posenc.original.*`, for `unpatch`.
+        **options: options of the encoding (`rope` has theta and layout, `sinusoidal` has base). For a part of a composition,
+            use `part__option`. Encodings that apply in attention also have `layers`, a slice as a string ("3::4") or a list of
+            layer indices.
 
     Raises:
-        ValueError: unknown encoding or option, a wrong value; `model` is untouched.
-        UnsupportedModelError: a ValueError for a host in which not all sources of position can be taken over.
+        ValueError: the encoding or an option is unknown or invalid. `model` is unchanged.
+        UnsupportedModelError: a ValueError for a model with a positional component that can't be replaced.
     """
     if is_sentence_transformer(model):
         change = functools.partial(
@@ -98,13 +98,13 @@ def patch(
 
 
 def unpatch(model: M) -> M:
-    """The host's own class with its own positions again; parameter objects are shared, as in `patch`.
+    """Restore a model's original class and positions. Parameters are shared, as in `patch`.
 
-    Bit-equal to the model that was patched, unless it was trained in between: then it is the trained body with the old
-    positions, and a UserWarning says so.
+    The result is bit-identical to the model that was patched. If the patched model was trained, the result combines the trained
+    weights with the original positions, and a UserWarning says so.
 
     Raises:
-        ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
+        ValueError: the model isn't patched, or its original positions weren't kept. The error names the original model.
     """
     if is_sentence_transformer(model):
         return apply_to_sentence_transformer(model, unpatch)

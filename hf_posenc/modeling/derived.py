@@ -28,7 +28,7 @@ from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import PositionComponent, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, registry
-from hf_posenc.modeling import hooks, offsets, windows
+from hf_posenc.modeling import hooks, offsets
 from hf_posenc.modeling.install import acting_in, install, install_across
 from hf_posenc.modeling.position_ids import recorded_outer_call
 from hf_posenc.serialization.copies import IS_COPY
@@ -441,6 +441,8 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
             with recorded_outer_call(self._token_stack[0], BoundCall(names, args, kwargs)):
                 return host.forward(self, *args, **kwargs)
         if self.posenc_state.spec.windows is not None:
+            from hf_posenc.modeling import windows
+
             return windows.forward(self, partial(in_one_pass, self), BoundCall(names, args, kwargs))
         return in_one_pass(self, *args, **kwargs)
 

@@ -99,6 +99,7 @@ def _planned(config: Any) -> list[str]:
     needed |= set() if all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
     calibrated = plans and config.position_spec.calibration is not None
     needed |= {f"{PACKAGE}.architectures.contributions"} if calibrated else set()
+    needed |= {f"{PACKAGE}.modeling.windows"} if plans and config.position_spec.windows is not None else set()
     return sorted(needed)
 
 
