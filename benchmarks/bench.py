@@ -1,6 +1,6 @@
 """Measure speed and memory of every encoding, compared with original models, with no encoding, and with other libraries.
 
-    make bench        # the whole grid, with results in scripts/results/; an estimated hour on two idle cores
+    make bench        # the whole grid, with results in scripts/results/ (an estimated hour on two idle cores)
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
@@ -49,7 +49,7 @@ def measured(group: Group, settings: Settings) -> Any:
             return pool.submit(_measure, group, settings).result()
         except BrokenProcessPool:
             return failed(group, "its process died: too little memory?")
-        except Exception as error:  # in the setup of the group, such as a second environment; other groups continue
+        except Exception as error:  # in the setup of the group, such as a second environment, so other groups continue
             return failed(group, f"{type(error).__name__}: {error}"[:300])
 
 

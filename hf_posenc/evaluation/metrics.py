@@ -27,10 +27,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Ranks:
-    """For each of N queries: 1 if the right document comes first, the reciprocal of its rank, and the query's group.
+    """The ranks of N queries, as arrays `[N]`.
 
-    Queries of one group depend on each other, such as questions about copies of one document. Intervals treat a group as one
-    observation.
+    hits: 1 if the right document comes first, otherwise 0. Ties have values in between.
+    reciprocals: the reciprocal of the right document's rank.
+    groups: the group of each query. Queries of one group depend on each other, such as questions about copies of one document.
+        Intervals treat a group as one observation.
 
     Raises:
         ValueError: the arrays are empty, are not 1-D, or differ in length.

@@ -14,7 +14,7 @@ from hf_posenc.serialization.atomic import write_text
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
-"""The name of the texts of `stdlib_corpus`."""
+"""The dataset name of `stdlib_corpus`."""
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",

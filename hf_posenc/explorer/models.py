@@ -28,7 +28,7 @@ from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 LENGTH = 128
-"""Maximum length of a text in tokens. The memory of attention grows with its square."""
+"""Maximum length of a text in tokens. The memory of attention grows quadratically with it."""
 REPEATED = 32
 """Length of the inputs of diagnostics without texts."""
 WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin", r"pytorch_model-\d+-of-\d+\.bin")
