@@ -1,1 +1,1 @@
-"""What bench.py measures: speed and memory of patched models, side by side with stock ones and with other libraries."""
+"""Speed and memory benchmarks of patched models, compared with original models and other libraries."""

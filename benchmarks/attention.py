@@ -1,8 +1,8 @@
-"""Attention alone: what a model's attention function really does, timed where the model calls it.
+"""Measures a model's attention function where the model calls it.
 
-The function is looked up by the name that the attention module itself reads in its config, so it is the stock one in a stock
-model, and in a patched one the function that rotates, biases and calls it. Each call is in a forward pass of its own: a bias
-that is computed once per forward pass is computed once per call.
+The function is found under the name in the attention module's config. In an original model it is that of Transformers. In a
+patched model it is the function that applies the encoding and then calls that of Transformers. Each timed call is in a separate
+forward pass, so it includes a bias that is computed once per forward pass.
 
 Shapes: B batch, H heads, L tokens, E head_dim.
 """
@@ -23,15 +23,15 @@ from benchmarks.timing import CLOCKS, Run, synchronize
 from benchmarks.v4 import RelativeKey
 
 V4 = "4.57's relative_key"
-"""The subject with the formula of Transformers 4.57, in a stock model."""
+"""An original model with the formula of Transformers 4.57."""
 LONGEST_V4 = 2048
-"""Beyond it that formula would need more memory than most machines have."""
+"""Maximum length for that formula. For longer texts, it needs more memory than most machines have."""
 
 
 class Alone:
-    """The attention function in a model's only layer: what a call of it takes, in seconds and in bytes.
+    """Measures the time and memory of the attention function in a model with one layer.
 
-    trained: with the backward pass, to queries, keys, values and the encoding's parameters.
+    trained: whether the backward pass is included, to queries, keys, values, and the encoding's parameters.
     """
 
     def __init__(self, model: Any, group: Group, settings: Settings) -> None:
@@ -49,12 +49,12 @@ class Alone:
         return self.seconds
 
     def peak_mb(self) -> float:
-        """Beyond queries, keys, values, and what comes out: the result, in training the gradients of those three."""
+        """Peak memory in MB without queries, keys, values, the output, and in training the gradients of the inputs."""
         self._forward(self._counted)
         return round(self.bytes / 1e6, 2)
 
     def context(self) -> Any:
-        """The positions of a forward pass, as a patched model's attention gets them."""
+        """The PositionContext that the attention of a patched model receives in a forward pass."""
         seen = []
 
         def look(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class Alone:
         return result
 
     def _leaves(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Queries, keys and values by themselves; a mask behind them as it is."""
+        """The inputs with queries, keys, and values detached from the graph. The mask after them is unchanged."""
         return (*(state.detach().requires_grad_(self.trained) for state in states[:3]), *states[3:])
 
     def _called(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class Alone:
 
 
 def compare(group: Group, settings: Settings) -> dict[str, Record]:
-    """A stock model's attention and the same with each encoding, and with v4's formula of Shaw's."""
+    """Compare the attention of the original model with that of each encoding, and with v4's formula for Shaw's encoding."""
     host, abouts = stock(group, settings, intermediate_size=HEAD_DIM), {}
     subjects: dict[str, Alone] = {}
 

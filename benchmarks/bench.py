@@ -1,16 +1,17 @@
-"""Speed and memory of every encoding, side by side with stock models, with no encoding, and with other libraries.
+"""Measure speed and memory of every encoding, compared with original models, with no encoding, and with other libraries.
 
-    make bench        # the whole grid, which is in scripts/results/: an hour on two idle cores, as estimated
+    make bench        # the whole grid, with results in scripts/results/ (an estimated hour on two idle cores)
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
     python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/results/speed.md
 
-A group of subjects is measured in one process: in each round every subject once, in an order drawn anew, so that what slows
-the machine down slows all of them down. A ratio is taken within a round: its median over the rounds is printed with a 95 %
-bootstrap interval, and is a throughput, 1.0 as fast as the reference, less is slower. A subject that fails is listed with the
-reason. Groups that are done are kept, so that a run that was stopped goes on where it was; one in which every subject failed
-isn't, and ends the command with status 1.
+Each group of subjects is measured in one process. In each round, every subject runs once, in random order, so that other load
+on the machine affects all subjects alike. A ratio compares the throughput of two subjects within a round. 1.0 is as fast as the
+reference, and less is slower. The median over all rounds is printed with a 95% bootstrap interval.
+
+A subject that fails is listed with the reason. Finished groups are saved, so that an interrupted run can be resumed. A group in
+which every subject failed isn't saved, and the command then ends with status 1.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Of the profiler, which counts memory: a line at each start, a warning about what was allocated before.
+# Silence the profiler, which counts memory. It logs each start, and warns about memory that was allocated earlier.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -42,18 +43,18 @@ QUICK_ROUNDS = 5
 
 
 def measured(group: Group, settings: Settings) -> Any:
-    """A group's record, made in a process of its own."""
+    """Measure a group in a separate process, and return its record."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(_measure, group, settings).result()
         except BrokenProcessPool:
             return failed(group, "its process died: too little memory?")
-        except Exception as error:  # of the group's own preparation, such as a second environment; the others go on
+        except Exception as error:  # in the setup of the group, such as a second environment, so other groups continue
             return failed(group, f"{type(error).__name__}: {error}"[:300])
 
 
 def _measure(group: Group, settings: Settings) -> Any:
-    # Imported in the process that measures, so that libraries are as they are when they are used alone.
+    # Imported only in the measuring process, so that imports of this process don't affect the libraries.
     from benchmarks.measuring import measure
 
     terminals.set_up()
@@ -62,7 +63,7 @@ def _measure(group: Group, settings: Settings) -> Any:
 
 
 def failed(group: Group, why: str) -> Any:
-    """The record of a group that has none."""
+    """The record of a group that couldn't be measured."""
     return {**group.about(), "subjects": {"all": {"failed": why}}}
 
 
@@ -126,7 +127,7 @@ def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
 
 
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
+    """Measure the chosen groups. Returns all results, including earlier ones in --output_dir, and the groups that failed."""
     settings, chosen = settings_of(arguments), chosen_groups(arguments)
     try:
         terminals.import_modules(settings.modules)
@@ -181,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def by_device(folder: Path) -> dict[str, Any]:
-    """Device -> its results, of those that a folder has."""
+    """Device -> its results, for the devices that have results in a directory."""
     files = {device: folder / f"bench{suffix}.json" for device, suffix in SUFFIX.items()}
     return {device: records.read(file) for device, file in files.items() if file.exists()}
 

@@ -1,4 +1,4 @@
-"""Compares subjects: their times side by side, and the peak of their memory."""
+"""Compares the times and the peak memory of subjects."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ DIGITS = 4
 def compared(
     names: Sequence[str], build: Build, group: Group, settings: Settings, references: tuple[str, ...] = (STOCK, NONE)
 ) -> tuple[dict[str, Record], Timed]:
-    """Time subjects side by side: of each its median, and its throughput as a ratio to those references that there are."""
+    """Time subjects in interleaved rounds. Each record has the median, and throughput ratios to the available references."""
     with ProgressBar(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
         timed = interleaved(names, build, settings.rounds, settings.warmup, settings.seed, bar.update)
     return {name: figures(timed, name, references) for name in names}, timed
 
 
 def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:
-    """What was measured of a subject, or why it wasn't."""
+    """The median time and the ratios of a subject, or why it failed."""
     if name in timed.failures:
         return {"failed": timed.failures[name]}
     ratios = {}
@@ -37,7 +37,7 @@ def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:
 
 
 def peak(run: Callable[[], Any], settings: Settings) -> float:
-    """The megabytes that a run takes at most, beyond what was there before, once it has run."""
+    """The peak memory of a run in MB, in addition to what was allocated before, measured after a first run."""
     with Peak(settings.device) as taken:
         run()
         taken.start()

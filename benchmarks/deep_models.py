@@ -1,7 +1,7 @@
-"""How long a BERT with many small layers takes to load, stock and patched, in turns: `python -m benchmarks.deep_models`.
+"""Measure the loading time of a BERT with many small layers, original and patched: `python -m benchmarks.deep_models`.
 
-Weights are small, so the cost of each layer dominates. shaw and t5 have parameters in each layer. Times are process times on
-one thread, without the first round.
+The weights are small, so the cost per layer dominates. shaw and t5 have parameters in each layer. The models take turns. Times
+are process times on one thread, without the first round.
 """
 
 import argparse

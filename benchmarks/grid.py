@@ -1,4 +1,4 @@
-"""The groups of subjects that are compared side by side, by device, and how a run is set up."""
+"""The groups of subjects that are compared with each other, by device, and the settings of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,10 +9,14 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """rounds: how often each subject is timed. warmup: and run before that. encodings: only these; empty for all.
+    """The settings of a run.
 
-    modules: imported first, since they define encodings. environment: where the second environment is, or is made.
-    clock: of `timing.CLOCKS`.
+    rounds: how often each subject is timed.
+    warmup: how often each subject runs before that.
+    clock: a key of `timing.CLOCKS`.
+    encodings: the encodings to measure. Empty for all.
+    modules: modules that define encodings, imported first.
+    environment: directory of the environment with Transformers 4.57, which is created if it doesn't exist.
     """
 
     device: str = "cpu"
@@ -30,9 +34,13 @@ class Settings:
 class Group:
     """Subjects that are compared with each other, in one process.
 
-    kind: what is measured, a key of `measuring.KINDS`. what: that in words, for a group that isn't described by sizes.
-    host: the model type. length: tokens of a text; of "decode", those in the cache. padded: every other text is a quarter
-    shorter. dropout: of hidden states and attention, as stock models train. encodings: only these; empty for all.
+    kind: what is measured, a key of `measuring.KINDS`.
+    length: tokens of a text. For "decode", tokens in the cache.
+    host: the model type.
+    padded: whether every other text is a quarter shorter.
+    dropout: of hidden states and attention, as original models train.
+    encodings: the encodings to measure. Empty for all.
+    what: description of a group that isn't described by sizes.
     """
 
     kind: str
@@ -57,7 +65,7 @@ class Group:
         return f"{self.kind}{host}-{self.length}{dtype}{more}"
 
     def about(self) -> dict[str, Any]:
-        """The group, for its record."""
+        """The part of a record that describes the group."""
         if self.what:
             return {"kind": self.kind, "what": self.what}
         names = ("kind", "host", "length", "batch", "layers", "heads", "dtype")
@@ -106,7 +114,7 @@ ON_CPU = (
     Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
     Group("load", what="a BERT of 1 GB loaded in new processes, up to the first output: stock, and patched in two ways"),
 )
-"""BERT-base's width throughout, but for 8192 tokens, where a third of it (4 heads) is measured for the sake of time."""
+"""All groups have the width of BERT-base, except those with 8,192 tokens, which have a third of it (4 heads) to save time."""
 ON_GPU = (
     *(Group("forward", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 32), (2048, 8), (8192, 2))),
     Group("forward", 512, batch=32, layers=12, dtype=HALF, padded=True),
@@ -127,9 +135,9 @@ QUICK = ("forward-512-fp32", "forward-512-bf16", "train-512-fp32", "attention-20
 
 
 def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list[Group]:
-    """The groups for a device: of --quick, or those with a name or kind in `only`.
+    """The groups for a device: all, those of --quick, or those with a name or kind in `only`.
 
-    Raises ValueError for one that there isn't.
+    Raises ValueError for an unknown name or kind.
     """
     every = ON_GPU if device == "cuda" else ON_CPU
     if not only:

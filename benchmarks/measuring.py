@@ -1,4 +1,4 @@
-"""The kinds of groups, and the record of a group."""
+"""The kinds of groups, and the measurement of a group."""
 
 import functools
 import time
@@ -27,11 +27,11 @@ KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
     "v4": v4.compare,
     "v4-train": v4.compare,
 }
-"""Kind -> subject -> what was measured of it."""
+"""Kind -> function that returns a record for each subject of a group."""
 
 
 def measure(group: Group, settings: Settings) -> Record:
-    """The record of a group: what was timed how, and of each subject median, ratios and peak memory, or why it failed."""
+    """Measure a group. The record has its settings and, for each subject, the measurements or why it failed."""
     torch.set_num_threads(settings.threads)
     started = time.perf_counter()
     subjects = KINDS[group.kind](group, settings)

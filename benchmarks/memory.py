@@ -1,4 +1,4 @@
-"""The peak of the memory that a computation takes, beyond what was taken before it."""
+"""The peak memory of a computation, in addition to what was allocated before."""
 
 from types import TracebackType
 
@@ -9,12 +9,14 @@ START = "counted from here"
 
 
 class Peak:
-    """Counts what torch allocates within a `with` statement: `bytes` is the most that was taken at a time, beyond what was
-    there at the beginning, or at the last call of `start`.
+    """Measures torch's peak memory within a `with` statement.
 
-    On a CPU each allocation and release is read from the profiler, those within an operation among them (the copy that SDPA
-    makes of a transposed mask); scratch memory of oneDNN and MKL isn't torch's, and isn't seen. Nor is the release of what was
-    allocated before the `with` statement: a computation that releases such memory is run once ahead of `start`.
+    `bytes` is the peak in addition to what was allocated at the beginning, or at the last call of `start`.
+
+    On a CPU, the profiler reports each allocation and release, including those within an operation, such as SDPA's copy of a
+    transposed mask. It doesn't report scratch memory of oneDNN and MKL, because torch doesn't allocate it. Nor does it report
+    the release of memory that was allocated before the `with` statement. A computation that releases such memory must run once
+    before `start`.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -28,7 +30,7 @@ class Peak:
         return self
 
     def start(self) -> None:
-        """Count from here."""
+        """Measure from here."""
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The same encodings in other libraries: x-transformers' encoder, rotary-embedding-torch's rotation.
+"""Compares encodings with other libraries: the encoder of x-transformers, and the rotation of rotary-embedding-torch.
 
 Shapes: B batch, H heads, L tokens, E head_dim.
 """
@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     NONE: {},
     "alibi": {"alibi_pos_bias": True},
     "rope": {"rotary_pos_emb": True},
-    "t5": {"rel_pos_bias": True, "attn_flash": False},  # refused together
+    "t5": {"rel_pos_bias": True, "attn_flash": False},  # x-transformers doesn't support flash attention with this bias
 }
 """Encoding -> the arguments of x-transformers' Encoder."""
 ROTATION = "rotary-embedding-torch"
@@ -28,8 +28,11 @@ LAYOUTS = {"rope": "half", "rope, interleaved": "interleaved"}
 
 
 def compare_models(group: Group, settings: Settings) -> dict[str, Record]:
-    """BERT with our encodings, and x-transformers' encoder of the same sizes with its own: of each pair the ratio, and, since
-    the blocks differ, each as a ratio to the same library's model without positions."""
+    """Compare BERT with our encodings to x-transformers' encoder of the same size with its own encodings.
+
+    Because the layers differ, each model also has a ratio to a model without positions: ours is compared with our own, and
+    theirs with theirs.
+    """
     from x_transformers import Encoder, TransformerWrapper
 
     host, given = stock(group, settings), inputs(group, settings)["input_ids"]
@@ -69,8 +72,10 @@ def compare_models(group: Group, settings: Settings) -> dict[str, Record]:
 
 
 def compare_rotations(group: Group, settings: Settings) -> dict[str, Record]:
-    """Queries rotated: our RoPE in both layouts of pairs, and rotary-embedding-torch's, which keeps its cosines and sines
-    between calls, as ours does within a forward pass."""
+    """Compare the rotation of queries by our RoPE, in both layouts, with rotary-embedding-torch.
+
+    rotary-embedding-torch caches cosines and sines between calls. Our RoPE caches them within a forward pass.
+    """
     from rotary_embedding_torch import RotaryEmbedding
 
     host = stock(group, settings, intermediate_size=HEAD_DIM)

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median over rounds of a ratio, and its 95 % bootstrap interval."""
+    """The median of a ratio over rounds, and its 95% bootstrap interval."""
 
     value: float
     interval: tuple[float, float]
@@ -16,10 +16,12 @@ class Ratio:
 
 
 def ratio(above: Sequence[float], below: Sequence[float], seed: int = 0, samples: int = 10_000) -> Ratio:
-    """The ratio of two subjects' times, taken within each round. Of a reference's time and a subject's it is the subject's
-    throughput: 1.0 is as fast as the reference, less is slower.
+    """The ratio of two subjects' times within each round.
 
-    Raises ValueError for another number of rounds.
+    If `above` has the times of a reference, this is the relative throughput of `below`: 1.0 is as fast as the reference, and
+    less is slower.
+
+    Raises ValueError if the numbers of rounds differ, or if there are none.
     """
     if len(above) != len(below) or not above:
         raise ValueError(f"{len(above)} and {len(below)} rounds: ratios are taken within rounds, of both subjects")

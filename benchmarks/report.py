@@ -1,4 +1,4 @@
-"""What bench.py prints: the results as text, as the summary of docs/results/speed.md, and as a figure."""
+"""The results of bench.py as text, as the summary of docs/results/speed.md, and as a figure."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ LEGEND = (
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit": "ViT"}
 FORWARD, TRAINING = "forward-512-fp32", "train-512-fp32"
-"""The groups of the page's table of encodings."""
+"""The groups in the page's table of encodings."""
 HEADINGS = {
     "forward": "Whole model, forward",
     "train": "Whole model, forward and backward",
@@ -40,7 +40,7 @@ Groups = dict[str, Record]
 
 
 def title(name: str, group: Record) -> str:
-    """What a group is, in a line."""
+    """The name and the settings of a group in one line."""
     if "layers" not in group:
         return f"{name}: {group['what']}"
     host = HOSTS[group["host"]]
@@ -52,7 +52,7 @@ def title(name: str, group: Record) -> str:
 
 
 def listing(groups: Iterable[Group]) -> Iterator[str]:
-    """The kinds of groups, and under each its groups, in the order in which they are measured."""
+    """The groups in the order of measurement, under the heading of each kind."""
     last = ""
     for group in groups:
         if group.what:
@@ -65,7 +65,7 @@ def listing(groups: Iterable[Group]) -> Iterator[str]:
 
 
 def text(results: dict[str, Any]) -> str:
-    """The printed page."""
+    """All results and targets as text."""
     lines = [results["command"], machine(results["machine"]), LEGEND]
     groups = results["groups"]
     for name, group in groups.items():
@@ -120,7 +120,7 @@ FURTHER = {
     "texts_per_second": "texts per second",
     "resident_mb": "peak of resident MB",
 }
-"""What a record may have beside its time and ratios -> the heading of its column."""
+"""Optional field of a record -> the heading of its column."""
 
 
 def _ratio(found: list[float] | None) -> str:
@@ -128,7 +128,7 @@ def _ratio(found: list[float] | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits, or all of a larger one."""
+    """A number with three significant digits, or all digits of its integer part from 100 on."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -141,7 +141,7 @@ def _measured(verdict: Verdict) -> str:
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
-    """Rows in columns: words to the left, numbers to the right."""
+    """Lines of a table with aligned columns, text to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     numbers = [
         all(not cell or cell[0].isdigit() or cell[0] == "-" for cell in column[1:]) for column in zip(*rows, strict=True)
@@ -152,7 +152,7 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def tables(results: dict[str, Any], device: str) -> str:
-    """The summary of docs/results/speed.md: the targets that were missed, and every encoding at 512 tokens."""
+    """The summary in docs/results/speed.md: missed targets (for a CPU), and every encoding at 512 tokens."""
     groups = results["groups"]
     lines = [f"{machine(results['machine'])}; {results['date']}."]
     if device == "cpu":
@@ -163,7 +163,7 @@ def tables(results: dict[str, Any], device: str) -> str:
 
 
 def _target_rows(found: list[Verdict]) -> list[str]:
-    """A count of the targets that are met, and one row for each that isn't, with the worst subject."""
+    """The number of targets that are met, and one row for each missed target with its worst subject."""
     rows, met, measured = [["target", "bound", "worst"]], 0, 0
     for target in TARGETS:
         mine = [each for each in found if each.target is target]
@@ -178,7 +178,7 @@ def _target_rows(found: list[Verdict]) -> list[str]:
 
 
 def _at_512(groups: Groups) -> Iterator[list[str]]:
-    """A row for each encoding: throughput as a ratio to the original model's, and peak memory of a forward pass."""
+    """A row for each encoding with its throughput relative to the original model, and the peak memory of a forward pass."""
     yield ["encoding", "forward, x original", "training, x original", "peak MB"]
     for name, record in groups[FORWARD]["subjects"].items():
         if "failed" in record:
@@ -199,9 +199,9 @@ def _markdown(rows: Iterable[list[str]]) -> Iterator[str]:
 
 
 def write_tables(page: Path, by_device: dict[str, Any]) -> None:
-    """Replace the text between the markers of a page, which also says which devices have no results.
+    """Replace the text between the markers of a page. It also lists devices without results.
 
-    Raises ValueError for a page without markers.
+    Raises ValueError if the page lacks a marker.
     """
     records.fill(page, MARKERS, both(by_device))
 
@@ -218,6 +218,6 @@ def both(by_device: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """The figure of hf_posenc.plots.bench, where there is something that it shows."""
+    """Draw the figure of hf_posenc.plots.bench if the results contain any group that it shows."""
     if groups_by_panel(results):
         plots.bench(results, path=path)

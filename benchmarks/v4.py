@@ -1,7 +1,7 @@
-"""Transformers 4.57's relative_key and relative_key_query, which Transformers 5 has no more.
+"""Compares with relative_key and relative_key_query of Transformers 4.57, which Transformers 5 removed.
 
-Timed in an environment of their own, which is made once: it has that version of Transformers, and finds torch and all else in
-this one. So a ratio there is to the stock model of 4.57, and stands beside the ratio of ours to the stock model of today.
+They are timed in a second environment, which is created once. It has Transformers 4.57, and uses torch and other packages of
+this environment. Their ratios are relative to the original model in 4.57, and ours to that in the current version.
 
 Shapes: B batch, H heads, Q queries, K keys, L tokens, E head_dim.
 """
@@ -26,14 +26,14 @@ from benchmarks.subjects import patched, stock
 from benchmarks.timing import Run, Timed
 
 PACKAGES = ("transformers==4.57.*", "huggingface_hub<1", "tokenizers>=0.22,<0.23")
-"""Installed without their dependencies, which are here."""
+"""Installed without dependencies, which this environment has."""
 NAMES = ("relative_key", "relative_key_query")
 OLD = "4.57: "
 LIMIT = 1800
 
 
 class RelativeKey(nn.Module):
-    """The scores of 4.57's relative_key: for each of Q x K pairs the vector of its distance is gathered."""
+    """The scores of relative_key in 4.57, which gathers the vector of the distance for each of Q x K pairs."""
 
     def __init__(self, length: int, head_dim: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class RelativeKey(nn.Module):
 
     @classmethod
     def of(cls, model: PreTrainedModel, length: int) -> PreTrainedModel:
-        """A BERT whose attentions compute as 4.57's did; it is changed."""
+        """Modify a BERT in place so that its attention computes scores as in 4.57."""
         name = "relative_key_of_v4"
         AttentionInterface.register(name, _attend)
         for layer in model.encoder.layer:
@@ -67,7 +67,7 @@ def _attend(
 
 
 def environment(folder: Path) -> Path:
-    """The interpreter of the second environment, made if it isn't there."""
+    """The interpreter of the second environment, which is created if it doesn't exist."""
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     done = folder / "installed"
     if not done.exists():
@@ -80,7 +80,7 @@ def environment(folder: Path) -> Path:
 
 
 def compare(group: Group, settings: Settings) -> dict[str, Record]:
-    """4.57's models, each as a ratio to its stock model, and ours; each version in a process of its own."""
+    """Measure the models of 4.57 and ours, each relative to the original model of the same version, in separate processes."""
     python = environment(Path(settings.environment).resolve())
     given = json.dumps({**asdict(group), "trained": group.kind == "v4-train", "settings": asdict(settings)})
     command = [str(python), "-m", "benchmarks.v4_worker", given]

@@ -1,6 +1,6 @@
-"""Times Transformers 4.57's BERT with relative_key(_query): run by v4.py in the environment that has that version.
+"""Times BERT with relative_key and relative_key_query in Transformers 4.57. v4.py runs it in the environment with that version.
 
-Nothing of Transformers 5 or hf_posenc is imported here. Prints what it measured as a line of JSON.
+It doesn't import Transformers 5 or hf_posenc. It prints the results as a line of JSON.
 """
 
 import functools
@@ -30,7 +30,7 @@ def build(group: dict[str, Any], settings: dict[str, Any], name: str) -> Run:
         position_embedding_type=KINDS[name],
         hidden_dropout_prob=group["dropout"],
         attention_probs_dropout_prob=group["dropout"],
-        attn_implementation="sdpa" if name == "stock" else "eager",  # the others have nothing else
+        attn_implementation="sdpa" if name == "stock" else "eager",  # the others support only eager attention
     )
     model: Any = BertModel(config)
     model.to(getattr(torch, group["dtype"])).train(group["trained"])

@@ -1,4 +1,4 @@
-"""Whole models: a forward pass, a training step, one step of decoding."""
+"""Measures whole models: a forward pass, a training step, and one step of decoding."""
 
 import copy
 import inspect
@@ -15,12 +15,12 @@ from benchmarks.subjects import about, encodings, inputs, patched, scores_conten
 from benchmarks.timing import Run, clocked
 
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
-"""The argument of models for a cache: renamed in Transformers 5.24."""
+"""The name of the cache argument of models, which Transformers 5.24 renamed."""
 Step = Callable[[PreTrainedModel, Group, Settings], Run]
 
 
 def compare(step: Step, group: Group, settings: Settings) -> dict[str, Record]:
-    """A stock model and the same with each encoding. Their parameters are the same tensors."""
+    """Compare an original model with the same model with each encoding. They share parameters."""
     host, abouts = stock(group, settings), {}
 
     def build(name: str) -> Run:
@@ -49,7 +49,7 @@ def forward(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
 
 
 def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
-    """Forward, a loss, backward. The optimizer isn't in it: it is the same for all, and would hide differences."""
+    """A forward and backward pass. It omits the optimizer, which is the same for all models and would hide differences."""
     given = inputs(group, settings)
     model.train()
 
@@ -60,10 +60,11 @@ def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
 
 
 def compare_decoding(group: Group, settings: Settings) -> dict[str, Record]:
-    """One token behind a dynamic cache; it is taken out again after each step.
+    """Compare the decoding of one token with a filled dynamic cache. The token is removed from the cache after each step.
 
-    Where content is scored, or keys are stored wider, the model itself fills its cache. The others have copies of the stock
-    model's: what is in it makes no difference to their time, and a forward pass over all tokens takes seconds.
+    A model fills its own cache if its encoding depends on content, or if it stores keys with another head dimension. Other
+    models get copies of the original model's cache, because its content doesn't affect their time, and a forward pass over all
+    tokens takes seconds.
     """
     filled: list[Any] = []
 

@@ -1,1 +1,1 @@
-"""Tools of the maintainers: what of Transformers is supported, pictures and pages of the documentation, kept checkpoints."""
+"""Maintainer tools: checks of support, compatibility, and tests, and generated figures and pages of the documentation."""

@@ -1,4 +1,4 @@
-"""Prints how much code a checkpoint carries, by package: `python tools/carried_code.py`."""
+"""Print how much code is saved with a checkpoint, by package: `python tools/carried_code.py`."""
 
 import ast
 import tempfile
@@ -32,7 +32,7 @@ def carried(model: Any) -> dict[str, str]:
 
 
 def statements(source: str) -> int:
-    """The number of lines without blank ones, comments and docstrings."""
+    """The number of lines without blank lines, comments, and docstrings."""
     nodes: list[Any] = [node for node in ast.walk(ast.parse(source)) if _is_text(node)]
     texts = {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
     lines = enumerate(source.splitlines(), 1)

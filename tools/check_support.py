@@ -1,13 +1,14 @@
-"""Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
+"""Test with tiny random models which of Transformers' model types can be patched.
 
     python -m tools.check_support \\
         --output_file scripts/results/check_support.txt --csv_file scripts/results/check_support.csv \\
         --docs_file docs/reference/models.md --quoted_in README.md
     python -m tools.check_support --types llama,bert
 
-A model family is a modeling folder of Transformers. It counts if one of its model types passes every check of
-`hosts/checks.py`. A check that doesn't apply (a cache for an encoder) is "-". A check that can't run is "skipped", and then the
-family doesn't count.
+A model family is a modeling directory of Transformers. It counts if one of its model types passes every check of
+`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that can't run is "skipped", and
+then the model type doesn't count.
+
 A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.
 """
 
@@ -46,12 +47,12 @@ MODELS = Path(transformers.__file__).parent / "models"
 
 
 def folders() -> set[str]:
-    """Transformers' folders with a modeling file."""
+    """The directories of Transformers with a modeling file."""
     return {path.parent.name for path in MODELS.glob("*/modeling_*.py")}
 
 
 def model_types() -> list[str]:
-    """Transformers' own model types that an Auto class makes, and all those of folders without one."""
+    """Transformers' model types that an Auto class supports, and all model types of directories without such a type."""
     kinds = [kind for kind in sorted(CONFIG_MAPPING) if CONFIG_MAPPING[kind].__module__.startswith("transformers.models.")]
     by_auto = [kind for kind in kinds if tiny.auto_class_of(kind) is not None]
     known = {folder_of(kind) for kind in by_auto}
@@ -59,7 +60,7 @@ def model_types() -> list[str]:
 
 
 def state_of_the_code() -> str:
-    """A hash of what verdicts depend on."""
+    """A hash of the code and library versions that verdicts depend on."""
     files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.py"), HERE / "hosts" / "recipes.json"]
     digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
     for path in sorted(files):
@@ -68,7 +69,7 @@ def state_of_the_code() -> str:
 
 
 class Kept:
-    """Verdicts in a file of JSON lines, by model type and state of the code."""
+    """Verdicts stored as JSON Lines, by model type and state of the code."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.state = path, state_of_the_code()
@@ -87,8 +88,10 @@ class Kept:
 
 
 def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[Verdict]:
-    """The verdicts on model types: those that are kept, and new ones, each found within a limit of seconds by a process that is
-    killed if it takes longer."""
+    """The verdicts on model types. New ones are determined in parallel processes.
+
+    limit: maximum seconds for a model type. A process that takes longer is killed.
+    """
     waiting = [kind for kind in reversed(kinds) if kind not in kept.verdicts]
     workers: list[_Worker] = []
     progress = ProgressBar(total=len(waiting), unit="type")
@@ -117,7 +120,7 @@ def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[V
 
 
 class _Worker:
-    """A process that judges one model type after the other."""
+    """A process that determines the verdicts of model types one by one."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -132,7 +135,7 @@ class _Worker:
         self.connection.send(kind)
 
     def verdict(self) -> Verdict:
-        """Of what was started last."""
+        """The verdict on the model type that was started last."""
         kind, self.kind = self.kind, ""
         try:
             return self.connection.recv()
@@ -167,7 +170,7 @@ def headline(verdicts: Iterable[Verdict]) -> str:
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
-    """The printed page."""
+    """The report as text."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
     lines = [headline(verdicts)]
     verified, embedding, other = _taken(verdicts)
@@ -200,7 +203,7 @@ def report(verdicts: Iterable[Verdict]) -> str:
 
 
 def _taken(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], list[Verdict], list[Verdict]]:
-    """Verified, additive encodings only, and those that don't pass every check."""
+    """The supported models in three lists: verified, additive encodings only, and not passing every check."""
     taken = [verdict for verdict in verdicts if verdict.taken]
     verified = [verdict for verdict in taken if verdict.verified]
     embedding = [verdict for verdict in taken if verdict.embeds_only]
@@ -208,7 +211,7 @@ def _taken(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], list[Verdict], l
 
 
 def families(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Each modeling folder once, by the best verdict on one of its model types."""
+    """The best verdict of each modeling directory."""
     best: dict[str, Verdict] = {}
     for verdict in sorted(verdicts, key=lambda verdict: (-verdict.rank, verdict.kind)):
         best.setdefault(verdict.folder, verdict)
@@ -216,7 +219,7 @@ def families(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def tables(verdicts: Iterable[Verdict]) -> str:
-    """The lists of docs/reference/models.md: one for each level of support."""
+    """The lists in docs/reference/models.md, one for each level of support."""
     verdicts = list(verdicts)
     every = families(verdicts)
     verified, embedding, other = _taken(every)
@@ -242,7 +245,7 @@ def _folders(group: list[Verdict]) -> str:
 
 
 def write_csv(path: Path, verdicts: Iterable[Verdict]) -> None:
-    """Write one row per modeling folder: what was patched, its original positions, each check, and why it isn't supported."""
+    """Write one row per modeling directory, with the patched submodel, its original positions, and the results or the error."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["family", "model_type", "submodel", "support", "positions", *checks.CHECKS, "without", "reason"])
@@ -257,25 +260,25 @@ def write_csv(path: Path, verdicts: Iterable[Verdict]) -> None:
 
 
 def remedy_for(verdict: Verdict) -> str:
-    """What the user of an unsupported model can do: by `remedies.json`, otherwise by the error message."""
+    """What the user of an unsupported model can do, from `remedies.json` or the error message."""
     remedies = json.loads((HERE / "hosts" / "remedies.json").read_text(encoding="utf-8"))
     return remedies.get(verdict.reason, verdict.remedy)
 
 
 def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
-    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    """Replace the text between the markers of a page. Raises ValueError if the page lacks a marker."""
     records.fill(page, MARKERS, tables(verdicts))
 
 
 def quote(page: Path, verdicts: Iterable[Verdict]) -> None:
-    """Replace the headline that a page quotes."""
+    """Replace the headline in a page that quotes it."""
     lines = page.read_text(encoding="utf-8").splitlines()
     lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in lines]
     write_text(page, "\n".join(lines) + "\n")
 
 
 def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
-    """The largest group first."""
+    """Verdicts grouped by an attribute, the largest group first."""
     groups = defaultdict(list)
     for verdict in verdicts:
         groups[getattr(verdict, by)].append(verdict)

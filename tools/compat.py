@@ -1,11 +1,11 @@
-"""Runs tests with the versions of other libraries that people have, and checkpoints saved with one loaded with another.
+"""Test with several versions of other libraries, and load checkpoints with other versions than saved them.
 
     python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/reference/versions.md
     python -m tools.compat --names oldest --file test_hub.py
 
-Each environment is created by uv in build/compat, with the wheel of this package and CPU builds of torch if their index can be
-reached. What has been done isn't done again until a source changes: an interrupted run is resumed. Interpreters are those that
-uv finds or installs. Four minutes an environment on one core.
+uv creates each environment in build/compat, with the wheel of this package, and with CPU builds of torch if their index can be
+reached. It also finds or installs Python. Results are stored until a source changes, so an interrupted run resumes. An
+environment takes four minutes on one core.
 """
 
 import argparse
@@ -44,12 +44,16 @@ SMOKE = (
     "sentence_transformers",
 )
 SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "datasets", "sentence-transformers", "peft")
-"""Packages in the table."""
+"""Packages shown in the table."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """pythons: the first that uv has is taken. packages: requirements; empty: the newest of all."""
+    """An environment to test.
+
+    pythons: versions by priority. The first one that uv finds or can install is used.
+    packages: requirements. The newest version of other packages is installed.
+    """
 
     pythons: tuple[str, ...]
     packages: tuple[str, ...] = ()
@@ -64,11 +68,14 @@ ENVIRONMENTS = {
     "newest": Environment(("3.14", "3.13", "3.12", "3.11")),
 }
 CROSSINGS = (("newest", "oldest"), ("oldest", "newest"))
-"""Environments that save and that load."""
+"""Pairs of the environment that saves and the one that loads."""
 
 
 class Failed(Exception):
-    """A command that failed, with the end of what it said. said: all of it."""
+    """A command failed. The message has the end of its output.
+
+    said: the whole output.
+    """
 
     def __init__(self, message: str, said: str = "") -> None:
         super().__init__(f"{message}\n{said[-4000:]}")
@@ -76,7 +83,7 @@ class Failed(Exception):
 
 
 def run(*command: str | Path, folder: Path = ROOT, **environment: str) -> str:
-    """The standard output of a command in a folder. Raises Failed."""
+    """Run a command in a directory, and return its standard output. Raises Failed if it fails."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UV_HTTP_TIMEOUT": "600", **environment}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=folder, env=settings)
     if done.returncode:
@@ -89,13 +96,13 @@ def uv() -> str:
 
 
 def wheel() -> Path:
-    """The wheel of this package, built once for all environments."""
+    """Build the wheel of this package for all environments."""
     run(uv(), "build", "--quiet", "--wheel", "--out-dir", FOLDER / "dist")
     return max((FOLDER / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def interpreter(pythons: Iterable[str]) -> str:
-    """The first of these versions of Python that uv finds, or can install."""
+    """The first of these Python versions that uv finds or can install. Raises Failed if there is none."""
     for version in pythons:
         try:
             return run(uv(), "python", "find", version).strip()
@@ -114,7 +121,7 @@ def python_of(name: str) -> Path:
 
 
 def create(name: str, package: Path) -> None:
-    """Create the environment, or bring it up to date."""
+    """Create the environment, or update it."""
     if not python_of(name).exists():
         run(uv(), "venv", "--quiet", "--python", interpreter(ENVIRONMENTS[name].pythons), FOLDER / name)
     wanted = [
@@ -128,7 +135,7 @@ def create(name: str, package: Path) -> None:
     install += ["--reinstall-package", "hf-posenc"]
     try:
         run(*install, "--torch-backend", "cpu", *wanted)
-    except Failed:  # the index of CPU builds can't be reached from everywhere
+    except Failed:  # The index of CPU builds may be unreachable.
         run(*install, *wanted)
     run(uv(), "pip", "check", "--python", python_of(name))
 
@@ -138,7 +145,7 @@ LOAD = "import hf_posenc; from transformers import AutoModel; print(type(AutoMod
 
 
 def try_wheel(name: str) -> None:
-    """Run commands of the installed wheel outside of the repository: it has all that they need. Raises Failed."""
+    """Check that commands of the installed wheel work outside of the repository. Raises Failed if they don't."""
     python, command = python_of(name), python_of(name).with_name("hf-posenc")
     with tempfile.TemporaryDirectory() as folder:
         outside: dict[str, Any] = {"folder": Path(folder), "PYTHONPATH": ""}
@@ -168,7 +175,7 @@ def versions(name: str) -> dict[str, str]:
 
 
 def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
-    """The result of an environment: its versions, and how many tests passed, failed, and were skipped."""
+    """Test an environment. The result has its versions, and how many tests passed, failed, and were skipped."""
     kept = FOLDER / f"{name}.json"
     before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     state = f"{sources()} {' '.join((*ENVIRONMENTS[name].packages, *files))}"
@@ -178,7 +185,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
     try_wheel(name)
     report = FOLDER / f"{name}.xml"
     report.unlink(missing_ok=True)
-    # Warnings of other versions are theirs to give.
+    # Other versions may emit warnings.
     command = [
         "-m",
         "pytest",
@@ -203,7 +210,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
 
 
 def counted(report: Path) -> dict[str, Any]:
-    """How many tests of a JUnit report passed and were skipped, and the names of those that failed."""
+    """The numbers of passed and skipped tests in a JUnit report, and the names of failed tests."""
     cases = [*ElementTree.parse(report).getroot().iter("testcase")]
     failed = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -211,7 +218,7 @@ def counted(report: Path) -> dict[str, Any]:
 
 
 def crossed(saver: Path, loader: Path) -> dict[str, dict[str, str]]:
-    """What is wrong with checkpoints that one interpreter saves and another one loads, with the package and without."""
+    """The problems of checkpoints that one environment saves and another one loads, with and without the package."""
     worker, found = ROOT / "tests" / "crossing.py", {}
     with tempfile.TemporaryDirectory() as folder:
         run(saver, worker, "save", folder, PYTHONPATH=str(ROOT))
@@ -222,7 +229,7 @@ def crossed(saver: Path, loader: Path) -> dict[str, dict[str, str]]:
 
 
 def table(results: dict[str, dict[str, Any]], crossings: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Markdown."""
+    """The results in Markdown."""
     heads = ["", "Python", *SHOWN, "tests passed", "skipped", "failed"]
     rows = [
         [name, *each["versions"].values(), str(each["passed"]), str(each["skipped"]), str(len(each["failed"]))]

@@ -2,9 +2,9 @@
 
     python -m tools.coverage --output_file scripts/results/coverage.txt      # four minutes
 
-Each cell has the coverage in percent, and in brackets the mean width. Methods: the percentile bootstrap, the bias-corrected and
-accelerated bootstrap (BCa), Student's t, and `hf_posenc.evaluation.metrics` (Wilson's interval for scores, Newcombe's for
-differences).
+Each cell has the coverage in percent and, in brackets, the mean width. The methods are the percentile bootstrap, the
+bias-corrected and accelerated bootstrap (BCa), Student's t, and `hf_posenc.evaluation.metrics` (Wilson intervals for scores,
+Newcombe intervals for differences).
 """
 
 import argparse
@@ -22,9 +22,9 @@ from hf_posenc.serialization.atomic import write_text
 COUNTS = (10, 20, 50, 150)
 RESAMPLES = 2000
 BLOCK = 100
-"""Trials that share their resamples."""
+"""Number of trials that share resamples."""
 LOWEST = 90.0
-"""Coverage in percent below which a cell is marked."""
+"""Cells with a coverage below this percentage are marked."""
 NORMAL = NormalDist()
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 Intervals = np.ndarray
@@ -37,7 +37,7 @@ def hits(probability: float) -> Draw:
 
 
 def reciprocals(probability: float) -> Draw:
-    """Reciprocal ranks: the first with this probability, otherwise ranks 2 to 50 with probabilities as 1 / rank."""
+    """Reciprocal ranks. Rank 1 has this probability, and ranks 2 to 50 have probabilities proportional to 1 / rank."""
 
     def draw(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         others = np.floor(np.exp(random.uniform(math.log(2), math.log(51), shape)))
@@ -47,7 +47,7 @@ def reciprocals(probability: float) -> Draw:
 
 
 def changed(part: float, better: float, worse: float) -> Draw:
-    """Two methods whose reciprocal ranks differ in a part of the queries."""
+    """Two methods whose reciprocal ranks differ in the share `part` of the queries."""
 
     def draw(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         both, differ = reciprocals(0.6)(random, shape), random.random(shape) < part
@@ -57,7 +57,7 @@ def changed(part: float, better: float, worse: float) -> Draw:
 
 
 def discordant(gained: float, lost: float, both: float) -> Draw:
-    """Two methods with R@1: queries that only the first answers, only the second, and both."""
+    """R@1 of two methods, from the shares of queries that only the first, only the second, or both answer."""
 
     def draw(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         drawn = random.random(shape)
@@ -68,7 +68,7 @@ def discordant(gained: float, lost: float, both: float) -> Draw:
 
 
 def shifted(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Two methods whose scores differ a little in every query."""
+    """Two methods whose scores differ slightly in every query."""
     first = 0.1 + 0.8 * reciprocals(0.6)(random, shape)
     return np.stack([np.clip(first + random.normal(0.02, 0.05, shape), 0, 1), first])
 
@@ -111,7 +111,10 @@ def bootstraps(values: np.ndarray, random: np.random.Generator) -> tuple[Interva
 
 
 def by_method(drawn: np.ndarray, random: np.random.Generator) -> dict[str, Intervals]:
-    """drawn: `[trials, queries]`, or `[2, trials, queries]` of two methods, whose difference is meant."""
+    """The intervals of each method.
+
+    drawn: `[trials, queries]`, or `[2, trials, queries]` for the difference of two methods.
+    """
     values = drawn if drawn.ndim == 2 else drawn[0] - drawn[1]
     groups = np.arange(values.shape[1])
     blocks = [bootstraps(block, random) for block in np.split(values, range(BLOCK, len(values), BLOCK))]
@@ -137,7 +140,7 @@ def true_mean(draw: Draw, random: np.random.Generator) -> float:
 
 
 def measured(draw: Draw, count: int, trials: int, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Method -> coverage in percent, and mean width."""
+    """Method -> coverage in percent and mean width."""
     random = np.random.default_rng(seed)
     true = true_mean(draw, random)
     found = by_method(draw(random, (trials, count)), random)
@@ -148,7 +151,7 @@ def measured(draw: Draw, count: int, trials: int, seed: int = 0) -> dict[str, tu
 
 
 def report(trials: int, counts: tuple[int, ...] = COUNTS) -> str:
-    """The printed tables."""
+    """All tables as text."""
     lines = [f"coverage of nominal 95% intervals in {trials} trials, in brackets the mean width; * below {LOWEST:.0f}%"]
     lowest: dict[str, float] = {}
     rows = [(title, name, draw, n) for title, of in TITLES.items() for name, draw in of.items() for n in counts]

@@ -1,19 +1,19 @@
-"""Measure how many small faults in the core the tests find: mutation testing with a seeded sample.
+"""Measure with mutation testing how many small faults in the core the tests detect.
 
     python -m tools.mutate --mutants 200 --seed 0 --processes 2 --output_file scripts/results/mutants.txt
 
-A mutant is the source with one line changed inside a function body. Lines are drawn uniformly from those that an operator
-applies to, then one of the line's edits. The mutants depend on the seed and the source only, so that two test suites can be
-compared on the same mutants. To measure another checkout, run the tool in its directory.
+A mutant is the source with one line changed inside a function body. The tool first samples a line, uniformly from all lines to
+which an operator applies, and then one of the line's edits. The mutants depend only on the seed and the source, so that two
+test suites can be compared on the same mutants. To measure another checkout, run the tool in its directory.
 
-The first run records which tests reach which line with pytest-cov, also in processes that `tests/launcher.py` starts. A mutant
-is killed if one of these tests fails, or if they take three times as long as recorded plus a minute. A test that also fails
-without the mutant is left out. Verdicts are kept under `build/mutants` by a hash of source and tests: a run that was stopped
-continues, and a run with more `--seconds` repeats only survivors that have tests left.
+The first run records with pytest-cov which tests reach which line, also in processes that `tests/launcher.py` starts. A mutant
+is killed if one of these tests fails, or if they take more than three times the recorded time plus a minute. A test that also
+fails without the mutant is ignored. Verdicts are stored in `build/mutants` by a hash of source and tests. An interrupted run
+resumes, and a run with more `--seconds` repeats only survivors with tests that did not run.
 
-mutmut 3 keeps all variants of a function in the module, behind a trampoline, which changes the source files that hf-posenc
-copies into checkpoints, and it draws no seeded sample. cosmic-ray runs one command for every mutant, without choosing tests by
-coverage.
+mutmut 3 keeps all variants of a function in its module and selects one with a trampoline. This changes the source files that
+hf-posenc copies into checkpoints. It also has no seeded sample. cosmic-ray runs one command for every mutant, without selecting
+tests by coverage.
 """
 
 import argparse
@@ -48,9 +48,9 @@ from xml.etree import ElementTree
 PACKAGES = tuple(f"hf_posenc/{name}" for name in ("encodings", "attention", "modeling", "serialization"))
 KEPT = Path("build/mutants")
 FIRST = 30
-"""Tests of the first stage: those after are collected only if these pass."""
+"""Number of tests in the first stage. The other tests are collected only if these pass."""
 LEFT_OUT = (".git", ".venv", ".*_cache", "__pycache__", "build", "demo_output", "site")
-"""Of a worker's copy."""
+"""Patterns of files that a worker doesn't copy."""
 SWAPPED = [("<", "<="), (">", ">="), ("==", "!="), ("is", "is not"), ("in", "not in"), ("and", "or"), ("+", "-"), ("*", "/")]
 SWAPS = {old: new for pair in SWAPPED for old, new in (pair, pair[::-1])}
 SIGNS: dict[type[ast.AST], str] = {
@@ -59,12 +59,15 @@ SIGNS: dict[type[ast.AST], str] = {
     **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"},
 }
 REMOVED = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Raise, ast.Delete, ast.Break, ast.Continue)
-"""Statements that are removed. Assertions state what no input violates, as type checkers read them."""
+"""Statements to remove. Assertions are excluded, because they only tell type checkers what holds for every input."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Bytes of a file, `begin` to `end`, that become `text`. `statement`: the first line of the statement that has them."""
+    """A replacement of the bytes `begin` to `end` of a file with `text`.
+
+    statement: the first line of the statement that contains the bytes.
+    """
 
     path: str
     line: int
@@ -75,13 +78,13 @@ class Mutant:
     text: str
 
     def apply(self, source: bytes) -> bytes:
-        """Lines keep their numbers."""
+        """The changed source, in which all lines keep their numbers."""
         lost = source[self.begin : self.end].count(b"\n") - self.text.count("\n")
         return source[: self.begin] + self.text.encode() + b"\n" * lost + source[self.end :]
 
 
 class Edits(ast.NodeVisitor):
-    """All mutants of a file: not of docstrings, decorators, default values, annotations, or f-strings."""
+    """All mutants of a file, without those of docstrings, decorators, default values, annotations, and f-strings."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source, self.found, self.inside, self.statement = path, source, list[Mutant](), False, 0
@@ -141,7 +144,7 @@ class Edits(ast.NodeVisitor):
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def swap(self, operator: str, sign: ast.AST, one: ast.expr, other: ast.expr, after: str = "") -> None:
-        """A sign between two expressions, where else are only brackets."""
+        """Add a mutant that swaps the operator between two expressions, if there are only parentheses besides it."""
         if not (old := SIGNS.get(type(sign))):
             return
         begin, end = self.span(one)[1], self.span(other)[0]
@@ -154,7 +157,7 @@ class Edits(ast.NodeVisitor):
 
 
 def compiles(mutant: Mutant, source: bytes) -> bool:
-    """Whether the mutant is a program, and another one."""
+    """Whether the mutant is valid code that differs from the source."""
     try:
         changed = ast.dump(ast.parse(mutant.apply(source)))
         compile(mutant.apply(source), mutant.path, "exec")
@@ -164,8 +167,10 @@ def compiles(mutant: Mutant, source: bytes) -> bool:
 
 
 def draw(root: Path, packages: Iterable[str], count: int, seed: int) -> tuple[list[Mutant], int]:
-    """The first mutants of a seed, and the number of lines that they are drawn from. The order is that of hashes of lines, so
-    that a change of the source leaves the mutants of other lines as they are."""
+    """The first mutants of a seed, and the number of lines that they are sampled from.
+
+    Lines are ordered by hash, so that a change of the source doesn't affect the mutants of other lines.
+    """
     paths = sorted(path.relative_to(root).as_posix() for each in packages for path in (root / each).rglob("*.py"))
     sources = {path: (root / path).read_bytes() for path in paths}
     lines, seen = defaultdict(list), Counter[str]()
@@ -193,7 +198,7 @@ def changed_line(root: Path, mutant: Mutant) -> str:
 
 
 def state_of(root: Path, packages: Iterable[str]) -> str:
-    """A hash of what verdicts depend on."""
+    """A hash of the source and the tests that verdicts depend on."""
     digest = hashlib.sha256()
     for top in sorted({each.partition("/")[0] for each in packages} | {"tests"}):
         for path in sorted((root / top).rglob("*.py")):
@@ -202,7 +207,7 @@ def state_of(root: Path, packages: Iterable[str]) -> str:
 
 
 def record(root: Path, packages: Iterable[str], folder: Path, processes: int) -> None:
-    """Run the suite, and write which tests reach which line, and how long each takes."""
+    """Run the test suite, and record which tests reach which line and how long each takes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-n", str(processes)]
@@ -213,8 +218,11 @@ def record(root: Path, packages: Iterable[str], folder: Path, processes: int) ->
 
 
 class Recording:
-    """Which tests reach which line. `seconds`: of each test that was not skipped. One that failed, as some do while lines are
-    recorded, may kill mutants: whether it passes without them is checked then."""
+    """Which tests reach which line.
+
+    seconds: the time of each test that was not skipped. It includes tests that failed, because some fail only under coverage.
+        If such a test kills a mutant, it is run again without the mutant.
+    """
 
     def __init__(self, root: Path, folder: Path) -> None:
         from coverage import CoverageData
@@ -233,8 +241,10 @@ class Recording:
         return self.data.contexts_by_lineno(str(self.root / path))
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that reach a mutant, in the order to run them. What runs in a fixture concerns all tests of the file, what
-        runs at import all tests, after the others."""
+        """The tests that reach a mutant, in the order to run them.
+
+        A line that runs in a fixture concerns all tests of the file, and a line that runs at import all tests. These come last.
+        """
         lines = self.lines(mutant.path)
         near, files, everywhere = set(), set(), False
         for context in lines.get(mutant.line) or lines.get(mutant.statement, []):
@@ -247,7 +257,7 @@ class Recording:
         return [*self.in_order(near & self.seconds.keys()), *self.in_order(beyond)]
 
     def in_order(self, tests: Iterable[str]) -> list[str]:
-        """One case of each function, then the others, the shortest first."""
+        """One case of each test function, then the other cases, each in the order of their time."""
         seen, first, others = set[str](), list[str](), list[str]()
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             (others if test.partition("[")[0] in seen else first).append(test)
@@ -255,7 +265,7 @@ class Recording:
         return first + others
 
     def within(self, tests: list[str], seconds: float) -> list[str]:
-        """The first tests, and at least one, that take this time together."""
+        """The first tests that fit into this time together, but at least one."""
         total, chosen = 0.0, list[str]()
         for test in tests:
             total += self.seconds[test]
@@ -266,7 +276,7 @@ class Recording:
 
 
 class Worker:
-    """Runs tests on mutants in a copy of the checkout, in forks of this process, which has imported other libraries."""
+    """Runs tests on mutants in a copy of the checkout, in forks of a process that has already imported other libraries."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, Path(tempfile.mkdtemp(dir=folder))
@@ -286,7 +296,7 @@ class Worker:
         gc.freeze()
 
     def warm_up(self, statements: Iterable[ast.stmt]) -> None:
-        """Import what these statements import of other libraries."""
+        """Import other libraries as these statements do."""
         for node in statements:
             names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None) or "."]
@@ -297,13 +307,13 @@ class Worker:
                         _ = [getattr(found, name) for name in names if isinstance(node, ast.ImportFrom)]
 
     def judge(self, mutant: Mutant, stages: list[list[str]], limit: float) -> dict[str, Any]:
-        """The verdict of these tests on a mutant."""
+        """Run tests on a mutant, and return the verdict."""
         path, since, left_out = self.copy / mutant.path, time.monotonic(), list[str]()
         source, status = path.read_bytes(), path.stat()
         while True:
             path.write_bytes(mutant.apply(source))
             self.count += 1
-            os.utime(path, (self.count, self.count))  # else Python could take the bytecode of another mutant
+            os.utime(path, (self.count, self.count))  # Otherwise, Python could use the bytecode of another mutant.
             verdict, test = "survived", ""
             for stage in stages:
                 if verdict == "survived":
@@ -324,7 +334,7 @@ class Worker:
         return self.passing[test]
 
     def run(self, tests: list[str], limit: float) -> tuple[str, str]:
-        """What came of these tests: "survived", "killed" and the first test that failed, or "timeout"."""
+        """Run tests. Returns "survived", "killed", or "timeout", and the first test that failed."""
         if not tests:
             return "survived", ""
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
@@ -349,7 +359,7 @@ class Worker:
         return ("killed", failed.read_text()) if status else ("survived", "")
 
     def pytest(self, tests: list[str], failed: Path) -> None:
-        """In the fork: run the tests of a file after those of another, and end the process."""
+        """Run tests in the forked process, and end the process."""
         os.setsid()
         os.chdir(self.copy)
         with (self.folder / "output.txt").open("w") as output, open(os.devnull) as nothing:
@@ -388,7 +398,7 @@ class Worker:
 
 
 WORKER: list[Worker] = []
-"""The one of this process."""
+"""The worker of this process."""
 
 
 def begin(root: Path, folder: Path) -> None:
@@ -400,7 +410,7 @@ def judge(*arguments: Any) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]], title: str) -> str:
-    """The printed page."""
+    """The report as text."""
     lines = [
         title,
         "",
@@ -423,8 +433,8 @@ def report(rows: list[dict[str, Any]], title: str) -> str:
 
 
 def measure(root: Path, packages: list[str], count: int, seed: int, processes: int, seconds: float) -> str:
-    """Record, run all mutants that have no verdict yet, and report."""
-    from hf_posenc.progress import ProgressBar  # not by workers, which import this module: their forks import the mutant's
+    """Record coverage if necessary, test all mutants without a verdict, and return the report."""
+    from hf_posenc.progress import ProgressBar  # Workers import this module, and their forks must import hf_posenc themselves.
 
     mutants, lines = draw(root, packages, count, seed)
     state = state_of(root, packages)

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/guides/analyze.md: python -m tools.pictures"""
+"""Draw the figures of the README and of docs/guides/analyze.md: python -m tools.pictures"""
 
 import json
 import re
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"!\[[^\]]*\]\(\.\./images/(\w+\.png)\)\n\n```python\n(.*?)``
 
 RESULTS = DOCS.parent / "scripts" / "results"
 NAMES = {"minilm-relative": "MiniLM\\nconverted to relative", "minilm": "MiniLM"}
-"""Models of needle.json, as the README's picture names them."""
+"""Model name in needle.json -> name in the README's figure."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         code = code.replace('"scripts/', f'"{DOCS.parent}/scripts/').replace(f'"{picture}"', f'"{DOCS}/images/{picture}"')
         exec(code, dict(names))
         file = DOCS / "images" / picture
-        # 256 colors are a third of the size, and look the same.
+        # With 256 colors, the file is a third of the size and looks the same.
         small = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         with atomic_file(file, "wb") as opened:
             small.save(opened, format="PNG", optimize=True)

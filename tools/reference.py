@@ -24,7 +24,7 @@ Options have the names of the keyword arguments in Python. `--json` prints repor
 
 
 def page() -> str:
-    """The page: a row per command."""
+    """The page, with one row per command."""
     (program,) = entry_points(group="console_scripts", name="hf-posenc")
     rows = [_row(name, command) for name, command in sorted(get_command(program.load()).commands.items()) if not command.hidden]  # type: ignore[attr-defined]
     return HEAD + "".join(rows) + "\n<!-- commands by tools/reference.py: end -->\n"

@@ -1,4 +1,4 @@
-"""Take the picture of the explorer with Chromium: python -m tools.screenshots"""
+"""Take the screenshot of the explorer with Chromium: python -m tools.screenshots"""
 
 import io
 import shutil
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def save(window: Page, name: str) -> None:
-    window.wait_for_timeout(1000)  # until what moves on the page has come to rest
+    window.wait_for_timeout(1000)  # for animations to finish
     taken = Image.open(io.BytesIO(window.screenshot(full_page=True)))
     with atomic_file(IMAGES / name, "wb") as file:
         taken.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, format="PNG", optimize=True)

@@ -1,1 +1,1 @@
-"""What a stock model is made of: stacks, position components, and what is not supported, with the reason."""
+"""The structure of original models: encoders and decoders, their positional components, and why a model is unsupported."""

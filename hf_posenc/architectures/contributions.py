@@ -1,6 +1,6 @@
-"""The modules of a stack whose outputs positions may change on average, to which calibration adds constant vectors.
+"""The modules of an encoder or decoder to whose outputs calibration adds constant vectors.
 
-A checkpoint of a model that wasn't calibrated doesn't carry this module.
+Positions can change the mean of these outputs. Only checkpoints of calibrated models contain this module.
 """
 
 from typing import Any
@@ -9,8 +9,11 @@ from hf_posenc.architectures.structure import CROSS_ATTENTION, Structure
 
 
 def contributions(structure: Structure) -> dict[str, int]:
-    """Path -> width: the tables that are added to the inputs, and in each layer the last projections of the attention block and
-    of the feed-forward block, whose outputs are added to the residual stream."""
+    """Width of each contribution, by path.
+
+    Contributions are the position embeddings that are added to the inputs, and the outputs that each layer adds to the residual
+    stream: the last projections of its attention block and of its feed-forward block.
+    """
     modules, width = structure.modules, structure.stack.config.hidden_size
     tables = (component for component in structure.components if component.accepts_embeddings)
     found = {component.path: component.width for component in tables if component.width is not None}
@@ -24,6 +27,6 @@ def contributions(structure: Structure) -> dict[str, int]:
 
 
 def _projects(module: Any, hidden_size: int) -> bool:
-    """Whether a module is a linear layer onto hidden states. The width of Transformers' Conv1D is `nf`."""
+    """Whether a module is a linear layer with outputs of this size. Transformers' Conv1D stores its output size as `nf`."""
     width = getattr(module, "out_features", getattr(module, "nf", None))
     return isinstance(width, int) and width == hidden_size and hasattr(module, "weight")

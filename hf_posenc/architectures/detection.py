@@ -1,5 +1,7 @@
-"""Finds the stacks of a stock model, with their sources of position, attentions and layers. Refuses hosts that an encoding
-can't be put into. What is found is written into the config as a plan, by which the model is built and loaded from then on.
+"""Detects the encoders and decoders ("stacks") of an original model, with their positional components, attentions, and layers.
+
+Unsupported models raise UnsupportedModelError. The detected structure is saved in the config as a plan, from which the patched
+model is built and loaded.
 """
 
 import functools
@@ -44,18 +46,17 @@ from hf_posenc.encodings import did_you_mean, quoted
 from hf_posenc.signatures import TOKEN_INPUTS, argument_names, codes_within, flattens_ids, reads_tokens
 
 SEVERAL_MODELS = "composite model"
-"""The reason of the refusal of a model which needs to be told the submodel."""
+"""The reason for a composite model, for which `patch` needs a submodel."""
 TOKEN_MIXING_ARGUMENTS = frozenset(
     ["attention_mask", "cache", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"]
 )
-"""Arguments of modules that look at several tokens."""
+"""Arguments of modules that can mix tokens."""
 MASKS = frozenset([*CAUSAL_MASKS, BIDIRECTIONAL_MASK, *CAUSAL_FLAGS])
 UNKNOWN = "no known positional component"
-"""The reason of a refusal."""
 
 
 def plan_of(found: Mapping[str, Structure]) -> list[StackPlan]:
-    """What was found in a model, as its config is to say it, outermost stack first."""
+    """The plans of a model's structures for its config, outermost stack first."""
     return [_plan(path, structure) for path, structure in reversed([*found.items()])]
 
 
@@ -86,11 +87,11 @@ def _plan(path: str, structure: Structure) -> StackPlan:
 
 
 OF_POSITIONS = re.compile(r"alibi|absolute|relative|position|rotary|rope|(?<![^_])(abs|rel|pos)(?![^_])")
-"""In names of settings of configs by which a stack may choose its positions."""
+"""Matches names of config fields that can select other positions."""
 
 
 def _settings(config: Any) -> Iterator[tuple[str, bool | str | None]]:
-    """Name and value of the settings that choose positions: flags, and names of types. Lengths and bases may change."""
+    """Name and value of the config fields that select positions: flags and type names. Lengths and bases can change."""
     for name, value in vars(config).items():
         named = name.endswith("_type") and isinstance(value, str | None)
         if OF_POSITIONS.search(name) and (isinstance(value, bool) or named):
@@ -98,7 +99,7 @@ def _settings(config: Any) -> Iterator[tuple[str, bool | str | None]]:
 
 
 def _patterns(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Paths as a plan names them: with * for the numbers of layers, where it names no others."""
+    """Paths in the form of a plan, with `*` for layer indices wherever the pattern matches no other paths."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", path), []).append(path)
@@ -111,20 +112,21 @@ def _patterns(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> tuple[s
 
 @functools.cache
 def _named_in(stack: Any) -> frozenset[str]:
-    """The names that the methods of a stack's own classes use."""
+    """The names that the methods of a model class use, including those of its base classes below PreTrainedModel."""
     classes = [cls for cls in stack.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
     functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
     return frozenset(name for function in functions for code in codes_within(function.__code__) for name in code.co_names)
 
 
 def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
-    """Path -> structure of each stack of a model, innermost first: BART has an encoder and a decoder. Stacks which are patched
-    already are passed over.
+    """The structure of each stack of a model by path, innermost first. BART has an encoder and a decoder.
 
-    where: of a spec; a stack in which nothing acts is passed over, too.
+    Patched stacks are skipped.
 
-    Raises UnsupportedModelError where an encoding can't be put into all of the others, or where there is none. ValueError
-    where the model has no such stack.
+    where: the placement of a spec. If it isn't empty, stacks that it doesn't name are skipped.
+
+    Raises UnsupportedModelError if one of the other stacks is unsupported, or if there is none. Raises ValueError if `where`
+    names a stack that the model lacks.
     """
     refuse_several_models(model)
     wanted = roles(where)
@@ -146,7 +148,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
                 passed.append(path)
                 continue
             if structure is None and inner and _has_sources_around(module, around):
-                # Swin's encoder has biases, and the model around it a table: one stack.
+                # Swin's encoder has biases, and the model that contains it has position embeddings. They form one stack.
                 structure = _find(module, patched)
                 found = {other: each for other, each in found.items() if other not in inner}
             if structure is not None and wanted and structure.role not in wanted:
@@ -181,12 +183,12 @@ def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structu
 
 
 def _role(stack: Any, cross_attentions: Collection[str]) -> str:
-    """Which stack of an encoder and a decoder one is."""
+    """The role of a stack, "encoder" or "decoder"."""
     return "decoder" if cross_attentions or getattr(stack.config, "is_decoder", False) else "encoder"
 
 
 def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Path -> module of self-attentions, and of attentions to another stack's states."""
+    """The self-attentions and the cross-attentions, each by path."""
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for path, module in modules.items():
         if _is_attention(module):
@@ -195,14 +197,17 @@ def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module],
 
 
 def _modules_outside(stack: Any, paths: Iterable[str]) -> dict[str, nn.Module]:
-    """Path -> module of a stack, except for the modules at some paths and what is in them."""
+    """The modules of a stack by path, without the modules at `paths` and their children."""
     inside = tuple(f"{path}." for path in paths)
     return {path: module for path, module in stack.named_modules() if not f"{path}.".startswith(inside)}
 
 
 def _axes(stack: Any, components: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
-    """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by windows,
-    not row by row, the number in that order alone."""
+    """The number of coordinates of a token.
+
+    A patch has as many as the convolution that computes it. If patches are ordered by window instead of row by row, only their
+    index is known, so the result is 1.
+    """
     path = patch_projection(modules)
     if tokens_of(stack) is not None or cuts_into_windows(modules) or path is None:
         return 1
@@ -211,10 +216,11 @@ def _axes(stack: Any, components: Collection[PositionComponent], modules: Mappin
 
 
 def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
-    """The structure of a stack, but for those within it that are taken. None where it has no attention, or no source of
-    position: DINOv3's encoder gets its angles from the model around it.
+    """The structure of a stack, without the inner stacks at the paths `taken`.
 
-    Raises UnsupportedModelError where not all of its sources of position can be taken over.
+    None if it has no attention or no positional components. DINOv3's encoder gets its angles from the model that contains it.
+
+    Raises UnsupportedModelError if a positional component can't be replaced.
     """
     modules = _modules_outside(stack, taken := [*taken])
     _refuse_modules(stack, modules)
@@ -247,8 +253,8 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         flattens=flattens_ids(stack),
     )
     _refuse_unclaimed(structure, modules)
-    # A stack of tokens without positions of its own has other layers to know order by. One whose layers are all attentions gets
-    # its positions elsewhere.
+    # A text model without positional components can learn order from order-sensitive layers. If it has only attention layers,
+    # it gets its positions from elsewhere.
     if not components and (not structure.order_sensitive or structure.tokens is None):
         return None
     _refuse_unreachable(structure, modules)
@@ -256,7 +262,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
 
 
 def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
-    """Path -> module of what sees order by itself in the numbered layers of a stack, outside of its attentions."""
+    """The order-sensitive modules in the numbered layers of a stack, outside of its attentions, by path."""
     rows = rows_of(modules, attentions)
     found: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -271,24 +277,23 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
 
 
 def _pools(path: str, module: nn.Module) -> bool:
-    """Whether a module makes one token of several, for a layer of fewer tokens (adapters of speech encoders)."""
+    """Whether a module is a strided convolution, which merges tokens (adapters of speech encoders)."""
     return convolves(path, module) and max(getattr(module, "stride", (1,))) > 1
 
 
 def _conv_stems(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
-    """Path -> module of the convolutions outside the numbered layers of a stack that makes its tokens itself, of an image or a
-    sound."""
+    """The convolutions outside the numbered layers of a stack that computes its tokens from an image or audio, by path."""
     names = {*argument_names(stack)}
     if not TOKEN_INPUTS.isdisjoint(names) and stack.main_input_name not in names - TOKEN_INPUTS:
         return {}
     rows = tuple(f"{row}." for row in rows_of(modules, attentions))
-    # Convolutions of positions are sources, or nothing calls them.
+    # Positional convolutions are positional components, or are never called.
     elsewhere = (*rows, *(f"{path}." for path, module in modules.items() if is_convolution(module)))
     return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(elsewhere)}
 
 
 def _claimed(structure: Structure) -> set[str]:
-    """The paths of what the sources of position are made of."""
+    """The paths of all modules and parameters of the positional components."""
     return {path for component in structure.components for path in component.claimed}
 
 
@@ -299,12 +304,12 @@ def _unclaimed_fronts(structure: Structure, modules: Mapping[str, nn.Module]) ->
 
 
 def order_aware_modules_of(structure: Structure) -> dict[str, nn.Module]:
-    """Path -> module of what sees order by itself in a stock stack: in its layers, and before them."""
+    """The order-sensitive modules of an original stack, in its layers and before them, by path."""
     return {**structure.order_sensitive, **_unclaimed_fronts(structure, structure.modules)}
 
 
 def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
-    """Path -> module of what sees order by itself in a patched stack: in its layers, and before them."""
+    """The order-sensitive modules of a patched stack, in its layers and before them, by path."""
     models = (path for path, module in stack.named_modules() if path and isinstance(module, PreTrainedModel))
     modules = _modules_outside(stack, models)
     attentions, _ = _attentions(modules)
@@ -312,7 +317,7 @@ def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
 
 
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
-    """Raises UnsupportedModelError where a module is one in which order stays visible, or which tokens alone don't reach."""
+    """Raises UnsupportedModelError if a module belongs to a class that is known to be unsupported (known_models.py)."""
     for path, module in modules.items():
         if refusal := known_models.refusal_of(module):
             raise UnsupportedModelError(
@@ -325,13 +330,13 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
-    """Whether a model has sources of position outside of the stacks within it."""
+    """Whether a model has positional components outside of its inner stacks."""
     modules = _modules_outside(stack, taken)
     return any(next(iter(kind.find(stack, modules)), None) is not None for kind in PositionComponent.kinds)
 
 
 def refuse_several_models(model: Any) -> None:
-    """Raises UnsupportedModelError for a model that joins others (LLaVA). The halves of one model (BART) have its config."""
+    """Raises UnsupportedModelError for a composite model (LLaVA). BART's encoder and decoder have the config of the whole model."""
     for path, module in model.named_modules():
         if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             raise _several_models(model, path)
@@ -349,9 +354,9 @@ def _several_models(model: Any, inner: str) -> UnsupportedModelError:
 
 
 def submodel(model: Any, path: str) -> Any:
-    """The model at a dotted path within the base model of one that is made of several.
+    """The submodel at a dotted path in the base model of a composite model.
 
-    Raises ValueError if there is none, and UnsupportedModelError where the model mixes what its parts compute.
+    Raises ValueError if there is none, and UnsupportedModelError if the composite model interleaves its submodels.
     """
     base = model.base_model
     inner = dict(base.named_modules()).get(path)
@@ -364,8 +369,10 @@ def submodel(model: Any, path: str) -> Any:
 
 
 def submodels_of(model: Any) -> tuple[str, ...]:
-    """The paths, relative to the base model, of the models within that an encoding can be put into: none lies within another,
-    and those that read tokens come first."""
+    """The paths of the supported submodels, relative to the base model.
+
+    They don't contain each other, and those that read token IDs come first.
+    """
     found: dict[str, bool] = {}
     for path, module in model.base_model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -380,7 +387,7 @@ def submodels_of(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
-    """Raises UnsupportedModelError for a part of a model that mixes what its parts compute."""
+    """Raises UnsupportedModelError if a model that contains this submodel interleaves its submodels."""
     for module in model.modules():
         if (why := couples_submodels(module)) and any(part is inner for part in module.modules()):
             raise UnsupportedModelError(
@@ -404,7 +411,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 
 
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
-    """Raises UnsupportedModelError where the encoding could not act in all layers."""
+    """Raises UnsupportedModelError if the encoding would have no effect in some layers."""
     stack, name = structure.stack, type(structure.stack).__name__
     if reads_tokens(stack) and tokens_of(stack) is None:
         raise UnsupportedModelError(f"{name} has no token embeddings", "no token embeddings")
@@ -420,8 +427,7 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
 
 
 def _refuse_own_attention(path: str, module: Any) -> None:
-    """Raises UnsupportedModelError for a user's own attention that doesn't look its function up as Transformers' own do, by
-    which an encoding would be lost."""
+    """Raises UnsupportedModelError for a custom attention that doesn't choose its attention function as Transformers does."""
     if not {"config", "_attn_implementation"} <= names_in_code(type(module)) or not hasattr(module, "config"):
         raise UnsupportedModelError(
             f"{path} ({type(module).__name__}) doesn't read self.config._attn_implementation in its forward method to choose a "
@@ -432,7 +438,7 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 
 
 def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
-    """The refusal of a host in which `find` found nothing."""
+    """The error for a model without positional components and supported attentions."""
     return UnsupportedModelError(
         f"hf-posenc doesn't support {host.__name__}: it found neither positional components nor attention layers that use the "
         "Transformers attention interface",
@@ -441,8 +447,7 @@ def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
 
 
 def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The layers in a row with attentions that have none, and of which nothing else is known either: neither what sees order
-    by itself, nor that it treats each token alone."""
+    """The numbered layers that have no attention and no order-sensitive module, but could still mix tokens."""
     with_attention = {layer for layer, _ in layers_and_blocks(modules, structure.attentions).values()}
     rows = {layer.rpartition(".")[0] for layer in with_attention}
     layers = (path for path in modules if path.rpartition(".")[0] in rows and path.rpartition(".")[2].isdigit())
@@ -452,8 +457,10 @@ def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Mod
 
 
 def _may_mix(module: nn.Module) -> bool:
-    """Whether a module within a layer may look at several tokens: it takes more than hidden states, or is named so. (A
-    feed-forward block or a choice of experts takes hidden states alone; an expert which tokens are its own.)"""
+    """Whether a module in a layer could mix tokens, by its arguments or its class name.
+
+    A feed-forward block or a router takes only hidden states. An expert also takes the indices of its tokens.
+    """
     return bool(TOKEN_MIXING_ARGUMENTS & {*argument_names(module)}) or "attention" in type(module).__name__.lower()
 
 
@@ -462,5 +469,5 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_cross_attention(path: str, module: nn.Module) -> bool:
-    """Whether an attention's keys are another stack's states."""
+    """Whether the keys of an attention are computed from another stack's hidden states."""
     return bool(CROSS_ATTENTION.search(path)) or bool(getattr(module, "is_cross_attention", False))

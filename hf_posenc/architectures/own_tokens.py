@@ -1,6 +1,6 @@
-"""Stacks that make their tokens themselves, of an image, a video or audio: what `PatchLayout` is made from.
+"""Records the `PatchLayout` of models that compute their tokens from an image, a video, or audio.
 
-A checkpoint of a stack that reads tokens doesn't carry this module.
+Checkpoints of models that read token IDs don't contain this module.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from hf_posenc.signatures import BoundCall, argument_names
 
 
 def install_hooks(structure: Structure) -> None:
-    """Let the modules of a stack record what the context of a forward pass has to know of its tokens."""
+    """Register the hooks that record the layout of the tokens in the context of a forward pass."""
     stack = structure.stack
     if structure.patches is not None:
         stack.get_submodule(structure.patches).register_forward_hook(record_patch_grid)
@@ -27,7 +27,7 @@ def install_hooks(structure: Structure) -> None:
         if component.verb == "rotate" and "position_ids" in (names := argument_names(component.module)):
             hook = partial(record_image_boundaries, names)
             component.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-    # Modules that the layers lie in, outermost first, if they are given a mask of their inputs.
+    # Modules that contain the layers and receive a mask of their inputs, outermost first.
     rows = rows_of(structure.modules, structure.attentions)
     for path in sorted(path for path in structure.modules if path and any(row.startswith(f"{path}.") for row in rows)):
         module = stack.get_submodule(path)
@@ -39,16 +39,16 @@ def install_hooks(structure: Structure) -> None:
 
 
 def layout_of(call: BoundCall, extra_tokens: tuple[int, int], windows: bool) -> PatchLayout:
-    """What the arguments of a stack say of its tokens."""
+    """The layout of the tokens, as far as the arguments of a forward call determine it."""
     return PatchLayout(
         extra_tokens, images=_images(call), kept_patches=_kept_patches(call), cells=_cells(call), windows=windows
     )
 
 
 def record_patch_grid(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
-    """Hook of the convolution that cuts an image into patches: records their grid.
+    """Hook of the convolution that cuts an image into patches. Records their grid.
 
-    If each patch is an input by itself, the output has one place, and says nothing of the grid.
+    If each patch is a separate input, the output has spatial size 1, and the grid remains unknown.
     """
     grid = tuple(output.shape[2:])
     if CURRENT.context is not None and math.prod(grid) > 1:
@@ -56,9 +56,9 @@ def record_patch_grid(module: torch.nn.Module, args: tuple, output: Tensor) -> N
 
 
 def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of a rotary module of rows and columns, `[L, 2]`: records the cells, and the images that are packed in one row.
+    """Pre-hook of a rotary module that is called with rows and columns, `[L, 2]`. Records the grid cells and the packed images.
 
-    Each image begins with row and column 0. The cells of a window, or of the only image, aren't needed.
+    Each image begins at row and column 0. The cells of windows, or of a single image, aren't needed.
     """
     ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
     if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
@@ -74,9 +74,9 @@ def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tup
 
 
 def record_frame_mask(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of a module around the layers of an audio stack: records which frames are padding.
+    """Pre-hook of a module that contains the layers of an audio encoder. Records which frames are padding.
 
-    The mask that the stack itself is called with is one of samples or features.
+    The mask that the encoder itself is called with masks samples or features.
     """
     mask, context = BoundCall(names, args, kwargs)["attention_mask"], CURRENT.context
     if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
@@ -84,7 +84,7 @@ def record_frame_mask(names: list[str], module: torch.nn.Module, args: tuple, kw
 
 
 def track_random_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The model's own `random_masking`, which takes patches out: records those that are left."""
+    """Call the model's `random_masking`, which removes patches, and record the remaining ones."""
     left, *others = mask(*args, **kwargs)
     if CURRENT.context is not None:
         kept = others[-1].argsort(dim=1)[:, : left.shape[1]]
@@ -93,19 +93,22 @@ def track_random_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _images(call: BoundCall) -> tuple[int, ...]:
-    """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
+    """The number of patches of each image or video frame, if several are packed in one row of tokens."""
     given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))
     grids = next((grids for grids in given if grids is not None), None)
     return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
 
 
 def _kept_patches(call: BoundCall) -> Tensor | None:
-    """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
+    """The positions of patches in a batch of images of several sizes, `[B, L]`, counted row by row within each image."""
     shown = call["patch_attention_mask"]
     return None if shown is None else position_ids_from_mask(shown.flatten(1)).clamp(min=0)
 
 
 def _cells(call: BoundCall) -> Tensor | None:
-    """`[1, L, 2]`, the row and column of each patch in such a batch: smaller images are padded on the right and below."""
+    """The row and column of each patch in a batch of images of several sizes, `[1, L, 2]`.
+
+    Smaller images are padded on the right and at the bottom.
+    """
     shown = call["patch_attention_mask"]
     return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]

@@ -15,8 +15,8 @@ from hf_posenc.attention import custom, intercept
 def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: Callable[[Any], Any] | None = None) -> None:
     """Register a positional component of a custom model class, so that `hf_posenc.patch` can replace it.
 
-    `patch` finds components that are named and built like those of Transformers' models; register only the others. Call it in
-    the module that defines the class, so that the registration holds wherever the class is imported.
+    `patch` finds components that are named and built like those of Transformers' models. Register only the others. Call this
+    function in the module that defines the class, so that the registration takes effect wherever the class is imported.
 
     Args:
         cls: the model class that contains the component, usually the base model. Subclasses inherit the registration.
@@ -26,7 +26,7 @@ def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: C
             angles with cosine 1 and sine 0.
 
     Raises:
-        ValueError: `cls` is a class of Transformers; those need no registration.
+        ValueError: `cls` is not a subclass of `PreTrainedModel`, or is a class of Transformers, which needs no registration.
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"cls={cls!r} can't be registered. It must be a custom subclass of PreTrainedModel.")
@@ -39,13 +39,15 @@ def register_attention(
 ) -> None:
     """Register a custom attention module that doesn't use Transformers' `ALL_ATTENTION_FUNCTIONS`.
 
-    Its `forward` is not changed. The encoding acts on its first product of queries and keys, `[B, H, L, E]` by `[B, H, E, L]`,
-    or on its call of `scaled_dot_product_attention`. The hidden states are its argument `hidden_states`, or its first.
+    Its `forward` is not changed. The encoding modifies its first product of queries and keys, `[B, H, L, E]` by
+    `[B, H, E, L]`, or its call of `scaled_dot_product_attention`. The hidden states are its argument `hidden_states`, or its
+    first argument.
 
     Args:
         cls: the class of the module that multiplies queries and keys.
-        scaling: the factor that is applied to the product: None for 1/√E, 1.0 if queries or keys are scaled before, a number,
-            or a function of the module and E. Ignored where the module calls `scaled_dot_product_attention`.
+        scaling: the factor on the product of queries and keys. None means 1/√E. Pass 1.0 if queries or keys are scaled before
+            the product, another number, or a function of the module and E. Ignored if the module calls
+            `scaled_dot_product_attention`.
         is_causal: whether the module masks later tokens.
 
     Raises:

@@ -1,5 +1,7 @@
-"""What a stack is made of, as far as an encoding needs it: found when a stock model is patched (`find`), read from its plan
-when a patched one is built or loaded.
+"""The structure of an encoder or decoder ("stack"): its positional components, attentions, and layers.
+
+It is detected when an original model is patched (detection.py), and read from the plan in the config when a patched model is
+built or loaded.
 """
 
 import copy
@@ -21,28 +23,28 @@ from hf_posenc.encodings import Geometry
 from hf_posenc.signatures import IS_CAUSAL, reads_tokens
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
-"""In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
+"""Matches paths of cross-attentions, such as crossattention, cross_attn, encoder_attn, and EncDecAttention."""
 CAUSAL_MASKS = frozenset(["create_causal_mask", "create_sliding_window_causal_mask"])
-"""Functions of Transformers by which a stack makes masks. With `config.is_causal=False` they make bidirectional ones."""
+"""Functions of Transformers that create causal masks, or bidirectional ones if `config.is_causal` is False."""
 BIDIRECTIONAL_MASK = "create_bidirectional_mask"
 CAUSAL_FLAGS = ("is_decoder", "use_bidirectional_attention")
-"""Other flags of configs by which a stack may choose between causal and bidirectional masks."""
+"""Other config flags that can select between causal and bidirectional masks."""
 
 
 @dataclass(frozen=True)
 class Structure:
     """The positional components and attentions of one stack. Paths are dotted and relative to the stack.
 
-    components: its positional components.
-    attentions, cross_attentions: path -> self-attention, path -> attention to another stack's states.
-    order_sensitive: path -> module of its layers, other than an attention, that depends on token order (linear attention, state
-        spaces, convolutions). `patch` doesn't change it.
+    attentions, cross_attentions: the modules by path.
+    order_sensitive: other modules in its layers that depend on token order (linear attention, state spaces, convolutions), by
+        path. `patch` doesn't change them.
     role: "encoder" or "decoder".
-    masks: names of the functions, and of the flags of its config, with which its code makes masks.
+    masks: names of the functions and config flags with which its code creates masks.
     axes: number of coordinates of a token.
-    extra_tokens: number of leading and trailing tokens that are not patches. windows: whether attentions see parts of an image.
-    patches: path of the convolution that makes the patches.
-    flattens: whether it reads IDs with more dimensions than `[B, L]` as one text per row.
+    extra_tokens: number of leading and trailing tokens that are not patches.
+    windows: whether attentions see only parts of an image.
+    patches: path of the convolution that computes the patches.
+    flattens: whether IDs with more dimensions than `[B, L]` are flattened to one text per row.
     """
 
     stack: Any
@@ -60,7 +62,7 @@ class Structure:
 
     @classmethod
     def planned(cls, stack: Any, plan: StackPlan) -> "Structure":
-        """What a plan says of a stock stack. Raises ValueError where it doesn't fit, with the name of the module."""
+        """The structure that a plan describes. Raises a ValueError that names the module if the plan doesn't fit the stack."""
         if changed := {name for name, value in plan.settings if getattr(stack.config, name, value) != value}:
             raise ValueError(f"config.{min(changed)} has changed since config.position_plan was made. {REMEDY}")
         modules = dict(stack.named_modules())
@@ -95,25 +97,30 @@ class Structure:
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """Path -> module of the stack, as it was when it was first asked for: walking it for each layer would take a time that
-        grows with the square of their number."""
+        """The modules of the stack by path.
+
+        They are cached on first access, because one traversal per layer would take time quadratic in the number of layers.
+        """
         return dict(self.stack.named_modules())
 
     @property
     def tokens(self) -> Tensor | None:
-        """The table of token embeddings, if the stack reads tokens."""
+        """The token embedding weights, or None if the stack doesn't read token IDs."""
         return tokens_of(self.stack)
 
     @property
     def embedding_outputs(self) -> tuple[str, ...]:
-        """Paths of the modules to whose output the embeddings are added. Modules that contain the layers are excluded: their
-        output comes after the layers. VideoPrism has two: for the patches of each frame, and for the frames at each patch."""
+        """Paths of the modules to whose output the embeddings are added.
+
+        Modules that contain the layers are excluded, because their output comes after the layers. VideoPrism has two: one for
+        the patches of each frame, and one for the frames at each patch.
+        """
         found = dict.fromkeys(component.output_module for component in self.components if component.output_module is not None)
         return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
 
     @property
     def token_axis(self) -> int:
-        """The axis of tokens in the hidden states that enter layers."""
+        """The token axis of the hidden states that enter the layers."""
         axes = (source.layer_token_axis for source in self.components if source.layer_token_axis is not None)
         return next(axes, custom.token_axis(next(iter(self.attentions.values()))))
 
@@ -124,13 +131,15 @@ class Structure:
 
     @property
     def usable_length(self) -> int | None:
-        """The longest input in tokens that the stock host is made for."""
+        """The original model's maximum length in tokens. None for no limit."""
         return _least(component.usable_length(self.stack.config) for component in self.components)
 
     @functools.cached_property
     def trained_length(self) -> int | None:
-        """The longest input in tokens that the stock host's positions were trained for, whatever length the config of a patched
-        one promises."""
+        """The length in tokens that the original model's positions were trained for. None if unknown.
+
+        The config of a patched model can specify another length.
+        """
         config = self.stack.config
         spec = getattr(config, "position_spec", None)
         if spec is not None and spec.original is not None and spec.original.rows is not None:
@@ -140,30 +149,30 @@ class Structure:
 
     @property
     def layers(self) -> dict[str, int]:
-        """Path of each attention -> the number of its layer.
+        """The layer index of each attention, by path.
 
-        Raises UnsupportedModelError where one lies in no numbered layer.
+        Raises UnsupportedModelError if an attention isn't in a numbered layer.
         """
         return {path: int(layer.rpartition(".")[2]) for path, layer in self.layer_paths.items()}
 
     @property
     def layer_paths(self) -> dict[str, str]:
-        """Path of each attention -> the path of its layer. Raises UnsupportedModelError where one lies in no numbered layer."""
+        """The path of each attention's layer. Raises UnsupportedModelError if an attention isn't in a numbered layer."""
         return {path: self._layer(path)[0] for path in self.attentions}
 
     @property
     def first_layer(self) -> str:
-        """The path of the layer which the inputs enter, that of an attention or another one in the same row."""
+        """The path of the first layer, which may be an order-sensitive layer without attention."""
         first, _ = self._layer(next(iter(self.attentions)))
         return f"{first.rpartition('.')[0]}.0" if self.order_sensitive else first
 
     @property
     def blocks(self) -> dict[str, str]:
-        """Path of each attention -> the path of its attention block, the layer's child."""
+        """The path of each attention's block, the child of the layer that contains the attention."""
         return {path: self._layer(path)[1] for path in self.attentions}
 
     def _layer(self, path: str) -> tuple[str, str]:
-        """The paths of an attention's layer and of its block."""
+        """The paths of an attention's layer and block."""
         if path not in self._numbered:
             raise UnsupportedModelError(
                 f"{path} of {type(self.stack).__name__} isn't in a numbered layer",
@@ -177,11 +186,11 @@ class Structure:
         return layers_and_blocks(self.modules, self.attentions)
 
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        """Key -> shape of all learned tensors that `unpatch` needs."""
+        """The shapes of all learned tensors that `unpatch` needs, by key."""
         return {key: shape for component in self.components for key, shape in component.saved_shapes(rows).items()}
 
     def geometry(self, max_length: int | None, inject: str) -> Geometry:
-        """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
+        """The sizes for the encoding of the stack. Embeddings can be narrower than layers (ALBERT, ELECTRA)."""
         widths = [component.width for component in self.components if component.width is not None] if inject == "input" else []
         if self.tokens is None:
             widths += self.widths[:1]
@@ -189,12 +198,12 @@ class Structure:
 
     @property
     def widths(self) -> list[int]:
-        """The width of the states that enter each attention, where its projections tell it: those of Swin's stages differ."""
+        """The width of the hidden states that enter each attention that has linear projections. Swin's stages differ."""
         layers = ((each for each in module.children() if isinstance(each, nn.Linear)) for module in self.attentions.values())
         return [first.in_features for each in layers if (first := next(each, None)) is not None]
 
     def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:
-        """The sizes of one attention."""
+        """The sizes for an encoding of one attention."""
         return self._geometry(attention, max_length, None)
 
     def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
@@ -220,18 +229,17 @@ class Structure:
         )
 
     def _is_causal(self, attention: nn.Module) -> bool:
-        """Whether the queries of an attention see no later keys."""
+        """Whether an attention is causal, given the current value of `config.is_causal`."""
         return _has_causal_mask(attention) or (self._made_causal(attention) and self.causal_flags.get(IS_CAUSAL, True))
 
     def _made_causal(self, attention: nn.Module) -> bool:
-        """Whether they see none unless `config.is_causal` is False."""
+        """Whether an attention is causal unless `config.is_causal` is False."""
         declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
         return declared or custom.is_causal(attention) or self._uses_causal_mask
 
     @property
     def _uses_causal_mask(self) -> bool:
-        """Whether the stack hides later tokens by the mask that it makes, of which its attentions don't know (CLIP's text
-        model)."""
+        """Whether the stack creates a causal mask. Its attentions may have no such attribute (CLIP's text model)."""
         config = self.stack.config
         if getattr(config, "causal", False) is True:  # XLM, Flaubert
             return True
@@ -243,8 +251,7 @@ class Structure:
 
     @property
     def causal_flags(self) -> dict[str, bool]:
-        """Name -> value of each flag of the config by which the stack chooses, at every forward, between a causal and a
-        bidirectional mask."""
+        """The config flags that select a causal or bidirectional mask in every forward pass, with their values."""
         config = self.stack.config
         flags = {name: bool(getattr(config, name)) for name in CAUSAL_FLAGS if name in self.masks and hasattr(config, name)}
         if CAUSAL_MASKS & self.masks and any(self._made_causal(attention) for attention in self.attentions.values()):
@@ -253,14 +260,14 @@ class Structure:
 
 
 def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] = ()) -> dict[str, Structure]:
-    """Path -> structure of each stack of a stock model, innermost first, by the plans that its config has.
+    """The structure of each stack of an original model by path, innermost first, as the plans in its config describe it.
 
-    A plan is of a class of stacks: it holds for the base model and with any head. Of a model that has fewer stacks than the
-    patched one had (BART's decoder by itself), the others' plans are left out. Stacks that are patched already are passed over.
+    A plan names the class of a stack, so it applies to the base model and to models with any head. The plans of stacks that the
+    model lacks are ignored, for example if BART's decoder is loaded separately. Patched stacks are skipped.
 
-    where: of a spec; stacks in which nothing acts are left out.
+    where: the placement of a spec. If it isn't empty, stacks that it doesn't name are skipped.
 
-    Raises ValueError where the plans don't fit, with the name of the module.
+    Raises a ValueError that names the module if the plans don't fit.
     """
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
@@ -294,7 +301,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
 
 
 def roles(where: Collection[str]) -> set[str]:
-    """The roles of the stacks that `where` of a spec names: cross-attentions are the decoder's."""
+    """The roles of the stacks that `where` names. Cross-attentions belong to the decoder."""
     return {"decoder" if name == "cross" else name for name in where}
 
 
@@ -305,12 +312,12 @@ REMEDY = (
 
 
 def original_class(model: Any) -> type:
-    """The class of a model, of a derived one its host's."""
+    """The class of a model. For a patched model, the class of the original model."""
     return getattr(type(model), "original_class", type(model))
 
 
 def _all_found(stack: Any, patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of the modules that patterns name, in the order of the modules."""
+    """The paths of all modules that match patterns, in module order. Raises ValueError if a pattern has no match."""
     wanted = {path for pattern in patterns for path in _found(stack, pattern, modules)}
     if missing := wanted - modules.keys():
         raise _misfit(stack, min(missing), "no module")
@@ -318,14 +325,17 @@ def _all_found(stack: Any, patterns: Iterable[str], modules: Mapping[str, nn.Mod
 
 
 def _found(stack: Any, pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths that a pattern names: of modules, or of attributes of modules. Raises ValueError if there is none."""
+    """The paths that match a pattern. Raises ValueError if there are none."""
     if paths := list(matching(pattern, modules)):
         return paths
     raise _misfit(stack, pattern, "nothing")
 
 
 def matching(pattern: str, modules: Iterable[str]) -> Iterator[str]:
-    """The paths that a pattern of a plan names: those of modules, or else of attributes of modules. `*` is any number."""
+    """The paths that match a pattern of a plan: those of modules, otherwise those of attributes of modules.
+
+    `*` matches any number. A pattern without `*` is returned unchanged.
+    """
     if "*" not in pattern:
         yield pattern
         return
@@ -346,9 +356,9 @@ def _least(lengths: Iterable[int | None]) -> int | None:
 
 
 def layers_and_blocks(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Path of each attention in a numbered layer -> the paths of its layer and of its attention block, the layer's child.
+    """The paths of the layer and of the attention block of each attention in a numbered layer, by the attention's path.
 
-    The parts of a layer may be numbered themselves: T5 has its first attention in block.0.layer.0.
+    The block is the child of the layer. The parts of a layer can be numbered too. T5's first attention is in block.0.layer.0.
     """
     found = {}
     for path in attentions:
@@ -364,32 +374,32 @@ def layers_and_blocks(modules: Mapping[str, nn.Module], attentions: Collection[s
 
 
 def _is_list_of_parts(path: str, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> bool:
-    """Whether the children of a list are the parts of one layer, each of a class of its own, and not all with an attention."""
+    """Whether the children of a list are the parts of one layer: all of different classes, and some without an attention."""
     kinds = [type(child) for child in modules[path].children()]
     without = (f"{path}.{key}." for key in modules[path]._modules)
     return len({*kinds}) == len(kinds) and any(not any(each.startswith(part) for each in attentions) for part in without)
 
 
 def _has_causal_mask(attention: Any) -> bool:
-    """Whether an attention hides later keys by a buffer of its own, whatever mask it is given (GPT-Neo)."""
+    """Whether an attention has a causal mask in a buffer, which it applies in addition to the mask argument (GPT-Neo)."""
     mask = dict(attention.named_buffers(recurse=False)).get("bias")
     return mask is not None and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2]
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a module is a stack with an encoding in it."""
+    """Whether a module is a patched stack."""
     return isinstance(module, PreTrainedModel) and "posenc" in module._modules
 
 
 def tokens_of(stack: Any) -> Tensor | None:
-    """The table whose rows the input ids `[B, L]` name, or several ids for each place, `[B, L, N]`, whose rows are added up.
+    """The token embedding weights, or None if the stack doesn't read token IDs.
 
-    None for a stack that reads something else. A model of images may call the projection that cuts patches out its input
-    embeddings (CLIP).
+    IDs are `[B, L]`, or `[B, L, N]` if each token is the sum of N embeddings. The input embeddings of a vision model can be its
+    patch projection (CLIP), which doesn't count.
     """
     try:
         embeddings = stack.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # GroupViT's text encoder has no such method, Sam3Video no model that it asks
+    except (NotImplementedError, AttributeError):  # GroupViT's text encoder lacks the method, Sam3Video the submodel
         embeddings = None
     if not isinstance(getattr(embeddings, "weight", None), Tensor) and reads_tokens(stack):
         rows = getattr(stack.config, "vocab_size", None) or 1
@@ -403,10 +413,10 @@ def tokens_of(stack: Any) -> Tensor | None:
 
 
 def rows_of(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> set[str]:
-    """The paths of the lists of layers that attentions lie in."""
+    """The paths of the lists of layers that contain attentions."""
     return {layer.rpartition(".")[0] for layer, _ in layers_and_blocks(modules, attentions).values()}
 
 
 def part(model: Any, path: str | None) -> Any:
-    """The model at a dotted path within the base model of one that is made of several; None: the model itself."""
+    """The submodel at a dotted path in the base model of a composite model. If the path is None, the model itself."""
     return model if path is None else model.base_model.get_submodule(path)

@@ -1,1 +1,1 @@
-"""What models are worth at each length: retrieval, its intervals, and the time that it takes."""
+"""Evaluation of models by input length: retrieval, perplexity, passkeys, and speed."""

@@ -1,6 +1,6 @@
-"""Questions for documents without a person who asks them: a sentence taken out of a document is to find it again.
+"""Synthetic queries: a sentence is removed from a document and should retrieve this document.
 
-Where the sentence was is known, so a question can be about text that a truncated document has lost.
+The position of the sentence is known, so a query can be about text that truncation removes.
 """
 
 import random
@@ -12,12 +12,12 @@ from typing import Any
 
 MIN_WORDS = 8
 MIN_LETTERS = 0.75
-"""Least share of letters and spaces in a sentence: tables, formulas and code have fewer."""
+"""Minimum share of letters and spaces in a sentence. Tables, formulas, and code have fewer."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A sentence, the document without it, and the number of the document's tokens before it."""
+    """A sentence, the document without it, and the number of the document's tokens before the sentence."""
 
     query: str
     document: str
@@ -25,8 +25,10 @@ class Question:
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Where sentences begin and end, in order. They end with ".", "!" or "?" before white space and no small letter, or at a
-    blank line."""
+    """The start and end of each sentence, in characters, in order.
+
+    A sentence ends with ".", "!", or "?" before whitespace that no lowercase letter follows, or at a blank line.
+    """
     breaks = [0]
     for found in re.finditer(r"(?<=[.!?])\s+(?![\sa-z])|\n\s*\n", text):
         breaks += found.span()
@@ -40,12 +42,12 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 
 def plain(text: str) -> str:
-    """The words of a text in lower case, without signs."""
+    """The words of a text in lowercase, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def is_prose(sentence: str) -> bool:
-    """Whether this is a whole sentence of MIN_WORDS words or more, rather than a heading, a table or code."""
+    """Whether this is a complete sentence of at least MIN_WORDS words, not a heading, a table, or code."""
     letters = sum(sign.isalpha() or sign.isspace() for sign in sentence)
     return (
         sentence[-1:] in tuple(".!?")
@@ -63,14 +65,16 @@ def cloze_query(
     within: int | None = None,
     excluded: Collection[str] = (),
 ) -> Question | None:
-    """A sentence of a document as a question for the rest; None where no sentence fits.
+    """A sentence of a document as a query for the rest of it. None if no sentence fits.
+
+    Sentences that occur more than once in the document are never chosen.
 
     Args:
-        tokenizer: a fast one, which counts the tokens.
-        choose: draws a depth; the sentence next to it is taken.
-        behind: the sentence begins behind so many of the document's own tokens.
-        within: and ends within so many, special tokens included.
-        excluded: sentences, as `plain` gives them, that aren't taken. No sentence is that the document holds twice.
+        tokenizer: a fast tokenizer, which counts the tokens.
+        choose: draws a random depth. The sentence closest to it is chosen.
+        behind: minimum number of the document's tokens before the sentence.
+        within: the sentence ends within this number of tokens, including special tokens. None for no limit.
+        excluded: sentences, as returned by `plain`, that aren't chosen.
     """
     encoded = tokenizer(document, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = ([place[side] for place in encoded["offset_mapping"]] for side in (0, 1))
@@ -93,5 +97,5 @@ def cloze_query(
 
 
 def _spaced(words: str) -> str:
-    """With two spaces between words and one at each end, so that occurrences one behind the other are counted both."""
+    """Words with two spaces between them and one at each end, so that adjacent occurrences are both counted."""
     return f" {words.replace(' ', '  ')} "

@@ -1,7 +1,7 @@
-"""Scores of retrieval: ranks of queries, their means, and the difference of two methods, with 95% intervals.
+"""Retrieval metrics: ranks of queries, their means, and the difference of two methods, with 95% intervals.
 
 `paired` compares two methods over the same queries. The interval of the difference is much narrower than the intervals of the
-two scores, which can overlap although the difference is clear.
+two scores, which can overlap although the difference is significant.
 
 `tools/coverage.py` measures how often the intervals contain the true mean. No interval is corrected for multiple
 comparisons (`UNCORRECTED`).
@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 TIE = 1e-5
-"""Similarities that differ by no more than this are equal: the same text embedded in another batch differs in its last bits."""
+"""Similarities that differ by at most this are ties, because a text's embedding varies in its last bits with the batch."""
 UNCORRECTED = "95% intervals, not corrected for multiple comparisons"
 """A note for tables with several intervals."""
 Interval = tuple[float, float]
@@ -27,10 +27,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Ranks:
-    """For each of N queries: 1 if the right document comes first, the reciprocal of its rank, and the query's group.
+    """The ranks of N queries, as arrays `[N]`.
 
-    Queries of one group depend on each other, such as questions about copies of one document. Intervals treat a group as one
-    observation.
+    hits: 1 if the right document comes first, otherwise 0. Ties have values in between.
+    reciprocals: the reciprocal of the right document's rank.
+    groups: the group of each query. Queries of one group depend on each other, such as questions about copies of one document.
+        Intervals treat a group as one observation.
 
     Raises:
         ValueError: the arrays are empty, are not 1-D, or differ in length.
@@ -58,7 +60,7 @@ class Score:
     queries: int
 
     def shown(self, metric: str, digits: int = 2) -> str:
-        """A metric with its interval, which has as many decimal places as `digits` says."""
+        """A metric with its interval, rounded to `digits` decimal places."""
         low, high = getattr(self, f"{metric}_interval")
         return f"{getattr(self, metric):.3f} [{low:.{digits}f}, {high:.{digits}f}]"
 
@@ -73,28 +75,28 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return not self.interval[0] <= 0 <= self.interval[1]
 
     def shown(self, digits: int = 2) -> str:
-        """The difference with its interval, which has as many decimal places as `digits` says."""
+        """The difference with its interval, rounded to `digits` decimal places."""
         low, high = self.interval
         return f"{self.value:+.3f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def ranked(similarity: Tensor, right: Sequence[int] | None = None, groups: Sequence[int] | None = None) -> Ranks:
-    """The ranks by similarities `[N, M]`.
+    """Rank documents by their similarities to queries, `[N, M]`.
 
-    Documents that are equally similar (TIE) are in random order. Hits and reciprocal ranks are the expected ones, so a method
-    that distinguishes no documents scores at the level of chance.
+    Ties (see TIE) are in random order, and hits and reciprocal ranks are expected values. A method that distinguishes no
+    documents therefore scores at the level of chance.
 
     Args:
-        right: the index of each query's document. None: N = M, and query i belongs to document i.
-        groups: the group of each query (`Ranks`). None: each query is its own group.
+        right: the index of each query's document. Default: query i belongs to document i, and N = M.
+        groups: the group of each query (see `Ranks`). Default: each query is its own group.
 
     Raises:
-        ValueError: `similarity` isn't 2-D, is empty, or isn't finite; `right` or `groups` doesn't have one value per query; or
-            a value of `right` isn't the index of a document.
+        ValueError: `similarity` isn't 2-D, is empty, or isn't finite. `right` or `groups` doesn't have one value per query. A
+            value of `right` isn't the index of a document.
     """
     if not isinstance(similarity, Tensor) or similarity.ndim != 2 or not similarity.numel() or similarity.is_complex():
         shown = f"shape {[*similarity.shape]}" if isinstance(similarity, Tensor) else f"type {type(similarity).__name__}"
@@ -118,7 +120,7 @@ def ranked(similarity: Tensor, right: Sequence[int] | None = None, groups: Seque
     level = (np.abs(values - own) <= TIE).sum(1)
     harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, documents + 1))])
     reciprocals = (harmonic[above + level] - harmonic[above]) / level
-    # The difference of two sums can exceed 1 in the last bits.
+    # Because of rounding, the difference of two sums can exceed 1.
     reciprocals = np.minimum(reciprocals, 1)
     return Ranks((above == 0) / level, reciprocals, np.arange(count) if groups is None else _one_each("groups", groups, count))
 
@@ -132,7 +134,7 @@ def _one_each(name: str, given: Any, count: int) -> np.ndarray:
 
 
 def joined(parts: Sequence[Ranks]) -> Ranks:
-    """The ranks of several sets of queries together."""
+    """Concatenate the ranks of several sets of queries."""
     if not parts:
         raise ValueError("There are no ranks to join. Pass one set of queries or more.")
     names = ("hits", "reciprocals", "groups")
@@ -147,7 +149,7 @@ def score(found: Ranks | Tensor) -> Score:
 
 
 def paired(ranks: Ranks, baseline: Ranks, metric: str = "mrr") -> Difference:
-    """How much better (above 0) or worse than the baseline, by "mrr" or "recall_at_1", over the same queries."""
+    """The difference to the baseline in "mrr" or "recall_at_1", over the same queries. It is positive if `ranks` are better."""
     names = {"mrr": "reciprocals", "recall_at_1": "hits"}
     if metric not in names:
         raise ValueError(f"metric={metric!r} isn't a metric. Choose one of {', '.join(names)}.")
@@ -161,7 +163,10 @@ def paired(ranks: Ranks, baseline: Ranks, metric: str = "mrr") -> Difference:
 
 
 def student(freedom: int) -> float:
-    """The 97.5% quantile of Student's t, to 0.1%: Abramowitz and Stegun, 26.7.5; exact for 1 and 2 degrees of freedom."""
+    """The 97.5% quantile of Student's t, accurate to 0.1% (Abramowitz and Stegun, 26.7.5).
+
+    It is exact for 1 and 2 degrees of freedom.
+    """
     if freedom < 1:
         raise ValueError(f"freedom={freedom} is too small, because an interval needs two or more observations.")
     if freedom <= 2:
@@ -178,9 +183,9 @@ def student(freedom: int) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of a few seeds, and half the width of its 95% interval.
+    """The mean over a few seeds, and half the width of its 95% interval.
 
-    Raises ValueError for fewer than two values, and for values that aren't finite.
+    Raises ValueError for fewer than two values, or for values that aren't finite.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         raise ValueError(f"The values are {[*values]}. An interval needs two finite numbers or more.")
@@ -188,9 +193,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
-    """The mean of values `[N]` without bounds, such as losses, and its interval by Student's t over the groups.
+    """The mean of unbounded values `[N]`, such as losses, and its interval by Student's t over the groups.
 
-    Raises ValueError for fewer than two groups, and for values that aren't finite.
+    Raises ValueError for fewer than two groups, or for values that aren't finite.
     """
     center, errors = _errors(values, groups)
     half = student(len(errors) - 1) * math.sqrt(_variance(errors))
@@ -198,10 +203,10 @@ def mean(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
 
 
 def share(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
-    """The mean of values `[N]` between 0 and 1, and its interval: Wilson's, for the effective number of observations.
+    """The mean of values `[N]` between 0 and 1, and its Wilson interval for the effective number of observations.
 
-    That number is the number of independent right or wrong answers whose mean varies as much. If all groups have the same
-    mean, nothing is known about their variance. The interval is then that of Clopper and Pearson (`_without_variance`).
+    The effective number is that of independent right or wrong answers whose mean has the same variance. If all groups have the
+    same mean, their variance can't be estimated, and the interval is that of `_without_variance`.
     """
     center, errors = _errors(values, groups)
     if np.min(values) < 0 or np.max(values) > 1:
@@ -217,9 +222,9 @@ def share(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
 
 
 def difference(values: np.ndarray, others: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:
-    """The mean of `values - others`, all between 0 and 1, and its interval: Newcombe's, for paired observations.
+    """The mean of `values - others`, all between 0 and 1, and its Newcombe interval for paired observations.
 
-    It combines the intervals of the two means (`share`) by their correlation.
+    The interval combines those of the two means (see `share`) by their correlation.
     R. G. Newcombe, Statistics in Medicine 17 (1998), 2635-2650, method 10 without its correction.
     """
     (center, errors), (other, its_errors) = _errors(values, groups), _errors(others, groups)
@@ -237,7 +242,7 @@ def difference(values: np.ndarray, others: np.ndarray, groups: np.ndarray) -> tu
 
 
 def _errors(values: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
-    """The mean, and what each group contributes to its error `[G]`: the mean is a ratio of sums, linearized."""
+    """The mean, and the contribution of each group to its error, `[G]`, for the mean as a linearized ratio of sums."""
     values = np.asarray(values, dtype=float)
     if values.ndim != 1 or np.shape(groups) != values.shape or not values.size:
         raise ValueError(f"{[*values.shape]} values and {[*np.shape(groups)]} groups. Pass two 1-D arrays of one length.")
@@ -253,15 +258,16 @@ def _factor(groups: int) -> float:
 
 
 def _variance(errors: np.ndarray) -> float:
-    """The squared standard error of the mean; 0 if only rounding distinguishes the groups."""
+    """The squared standard error of the mean. 0 if the groups differ only by rounding errors."""
     return float(errors @ errors) * _factor(len(errors)) if np.abs(errors).max() > 1e-12 else 0.0
 
 
 def _without_variance(center: float, groups: int, bounds: Interval) -> Interval:
-    """The interval of a mean if all groups have this mean: what a share of other groups could change that was missed by chance.
+    """The interval of a mean if all groups have this mean.
 
-    So many equal groups are drawn with a probability of at least 2.5% if that share is at most `missed`. If all answers are
-    right, this is the interval of Clopper and Pearson; for 20 of them it begins at 0.832.
+    A sample can miss other groups by chance. Its probability is at least 2.5% if their share is at most `missed`, and the
+    interval covers their possible effect. If all answers are right, it equals the interval of Clopper and Pearson. For 20 right
+    answers, it begins at 0.832.
     """
     missed = 1 - 0.025 ** (1 / groups)
     low, high = bounds

@@ -1,4 +1,4 @@
-"""What a conversion costs and gains on texts of one's own: retrieval by length, original against converted.
+"""Compares retrieval by length before and after a conversion, on the user's texts.
 
 Shapes: N queries and documents, in the same order.
 """
@@ -14,13 +14,13 @@ from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, off
 SHORTEST = 128
 REACH = "Lengths double as far as half of the documents reach beyond the one before."
 FEWEST = 20
-"""Least number of questions."""
+"""Minimum number of questions."""
 ORIGINAL = "original"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A query, and the document that it should find."""
+    """A query, and the document that it should retrieve."""
 
     query: str
     document: str
@@ -28,7 +28,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one length. difference: from what the function says, over the same queries."""
+    """The score of a method at one length. difference: over the same queries, as the function that returns the row says."""
 
     score: Score
     difference: Difference | None
@@ -36,19 +36,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: length -> method -> row; the compared models' own rows have no difference. verdict: one sentence."""
+    """rows: length -> method -> row. Only rows of the original model have a difference. verdict: one sentence."""
 
     rows: dict[int, dict[str, Row]]
     verdict: str
 
 
 def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
-    """Questions made of the texts: a sentence is taken out of each, and is to find it again.
+    """Queries made from the texts. A sentence is removed from each text and should retrieve this text.
 
-    embedder: the original's. Where enough texts are longer than it reads, only these count, and the sentence comes from behind
-    that length.
+    embedder: that of the original model. If at least FEWEST texts have a sentence beyond its maximum length, only such
+    sentences are used.
 
-    Returns the pairs, and what they are in words. Raises ValueError where the texts have too few sentences.
+    Returns the pairs and their description. Raises ValueError if fewer than FEWEST texts have a usable sentence.
     """
     limit, tokenizer = embedder.limit, embedder.tokenizer
     choose = random.Random(seed)
@@ -65,7 +65,7 @@ def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> 
 
 
 def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None) -> list[int]:
-    """Doubling from SHORTEST up to `longest`, as far as at least half of the documents reach beyond the length before.
+    """Lengths that double from SHORTEST up to `longest`, as long as half of the documents exceed the previous length.
 
     Raises ValueError without documents.
     """
@@ -79,10 +79,10 @@ def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None
 
 
 def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Comparison:
-    """Retrieval among the documents, cut at each length. The last of the models is compared with the original.
+    """Evaluate retrieval with the documents cut at each length, and compare the last of the models with the original.
 
-    If the original's limit is lower, it is truncated, and chunked with the mean and the best of the chunks. A difference above
-    0 means that the last of the models is better.
+    If the original's maximum length is lower, its documents are truncated, and chunked with averaged chunk embeddings or the
+    best-matching chunk. A positive difference means that the last of the models is better.
     """
     last = next(reversed(models), "")
 
@@ -95,8 +95,10 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
 
 
 def compare_models(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
-    """Length -> strategy -> its row, of retrieval among the documents, cut at each length. A difference above 0 means that the
-    strategy is better than the first one of the first model."""
+    """Evaluate retrieval with the documents cut at each length. Returns length -> strategy -> row.
+
+    A positive difference means that the strategy is better than the first strategy of the first model.
+    """
 
     def strategies_at(length: int) -> list[RetrievalStrategy]:
         return [strategy for name, model in models.items() for strategy in strategies(name, model, length)]
@@ -111,9 +113,9 @@ def _rows(
     pairs: Sequence[Pair],
     lengths: Sequence[int],
 ) -> dict[int, dict[str, Row]]:
-    """Length -> strategy -> its row. `compared` gives the two strategies whose difference a row has.
+    """Length -> strategy -> row. `compared` returns the two strategies whose difference a row contains.
 
-    Raises ValueError for two strategies with one name, and for similarities that can't be ranked.
+    Raises ValueError for two strategies with the same name, and for similarities that can't be ranked.
     """
     if not pairs or not models or not lengths:
         raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")

@@ -1,4 +1,4 @@
-"""Needles: a sentence with a fact in a long document, and the question that should retrieve the document with this fact."""
+"""Needle in a haystack: a fact is inserted into a long document, and its question should retrieve that document."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from hf_posenc.evaluation.retrieval import cut, offsets
 
 BOUNDARY = 512
-"""Tokens that a BERT-style model sees, special ones included; facts behind them are scored separately."""
+"""Maximum length of a BERT-style model, including special tokens. Facts beyond it are scored separately."""
 NAMES = [
     "Alba", "Bruno", "Carla", "Dario", "Elena", "Fabio", "Greta", "Hugo", "Irene", "Jonas", "Katia", "Luca", "Marta", "Nadia",
     "Oscar", "Paola", "Quirin", "Rosa", "Silvio", "Tessa",
@@ -27,7 +27,7 @@ PLACES = [
 
 @dataclass(frozen=True)
 class Needle:
-    """A document that contains a fact, the question for the fact, and where the fact begins, in tokens."""
+    """A document that contains a fact, the question for the fact, and the number of tokens before the fact."""
 
     document: str
     question: str
@@ -35,7 +35,7 @@ class Needle:
 
 
 def facts(count: int, choose: random.Random) -> list[tuple[str, str]]:
-    """`count` facts and their questions; no two share a name and an object."""
+    """`count` facts and their questions. No two have the same name and object."""
     pairs = choose.sample([(name, thing) for name in NAMES for thing in OBJECTS], count)
     drawn = [(name, choose.choice(COLOURS), thing, choose.choice(PLACES)) for name, thing in pairs]
     return [
@@ -47,11 +47,11 @@ def facts(count: int, choose: random.Random) -> list[tuple[str, str]]:
 def needles(
     tokenizer: Any, haystack: str, length: int, candidates: int, choose: random.Random, part: tuple[int, int] = (0, 1)
 ) -> list[Needle]:
-    """Copies of a document, each with another fact, at one random depth, within `length` tokens.
+    """Copies of a document with different facts at the same random depth, of up to `length` tokens each.
 
-    `part` (i, n) draws the depth from the i-th of n equal parts; the fact goes between two sentences there, or else two words.
-    It lies entirely before or entirely behind the end of the text that a model of BOUNDARY tokens sees. Raises SystemExit where
-    the facts leave no room for the document.
+    The depth is in part i, counted from 0, of n equal parts, for `part` (i, n). The fact is between two sentences, or between
+    two words if the part has no end of a sentence. It is entirely before or entirely after the end of the text that a model of
+    BOUNDARY tokens sees. Raises SystemExit if the facts leave no room for the document.
     """
     drawn = facts(candidates, choose)
     room = max(len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence, _ in drawn)
@@ -67,21 +67,21 @@ def needles(
         return max((d, p) for p in breaks if not (d := bisect_right(ends, p)) < last < d + room)
 
     depth, place = last_break(r"(?<=[.!?:])\s+|\n\s*\n")
-    if depth < int(part[0] / part[1] * len(places)):  # a table, say, as long as the part
+    if depth < int(part[0] / part[1] * len(places)):  # no sentence ends in the part, for example in a long table
         depth, place = last_break(r"\s+")
     before, after = text[:place], text[place:]
     return [Needle(f"{before}{sentence} {after}", question, depth) for sentence, question in drawn]
 
 
 def seen(tokenizer: Any) -> int:
-    """The number of a text's own tokens that a model of BOUNDARY tokens sees."""
+    """The number of tokens of a text, without special tokens, that a model of BOUNDARY tokens sees."""
     return BOUNDARY - tokenizer.num_special_tokens_to_add()
 
 
 def grid(
     tokenizer: Any, haystacks: list[str], length: int, depths: int, candidates: int, seed: int
 ) -> list[list[list[Needle]]]:
-    """For each of `depths` equal parts of a text of `length` tokens, and each haystack: copies with their facts there."""
+    """The needles for each of `depths` equal parts of a text of `length` tokens, and each haystack."""
     return [
         [
             needles(tokenizer, text, length, candidates, random.Random(f"{seed} {length} {part} {number}"), (part, depths))
@@ -92,5 +92,5 @@ def grid(
 
 
 def chance(candidates: int) -> tuple[float, float]:
-    """R@1 and MRR of a random order of so many candidates."""
+    """Expected R@1 and MRR of a random order of the candidates."""
     return 1 / candidates, sum(1 / k for k in range(1, candidates + 1)) / candidates

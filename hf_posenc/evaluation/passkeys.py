@@ -1,7 +1,7 @@
-"""Passkeys: a number hidden in filler text, which a language model is to repeat (https://arxiv.org/abs/2305.16300).
+"""Passkeys: a number hidden in filler text, which a language model should repeat (https://arxiv.org/abs/2305.16300).
 
-A key counts as found if each of its tokens is the most probable one behind those before it, which is what greedy decoding
-would have written, in one forward pass.
+A key counts as found if each of its tokens is the most probable one after the true previous tokens. The result equals that of
+greedy decoding, but needs only one forward pass.
 
 Shapes: N prompts, L tokens in a prompt with its key, A tokens of the key, V vocabulary.
 """
@@ -21,12 +21,12 @@ FACT = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 DIGITS = 5
 BATCH_TOKENS = 2048
-"""Tokens in a batch of prompts."""
+"""Maximum tokens in a batch of prompts. A longer prompt is a batch of its own."""
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """The tokens of a prompt, and those of the key that is to follow; `depth` is where the key's sentence begins, in tokens."""
+    """The tokens of a prompt and of its key. `depth` is the number of tokens before the key's sentence."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -35,10 +35,11 @@ class Passkey:
 
 
 def passkeys(tokenizer: Any, length: int, part: float, count: int, seed: int) -> list[Passkey]:
-    """`count` passkeys with different keys, each of exactly `length` tokens with the key; `part` (0 to 1) of the filler is in
-    front of the key's sentence.
+    """`count` passkeys with different keys, each of exactly `length` tokens including the key.
 
-    Raises ValueError where the length leaves no room for any filler.
+    part: the share of the filler before the key's sentence, 0 to 1.
+
+    Raises ValueError for another `part`, or if the length leaves no room for filler.
     """
     if not 0 <= part <= 1:
         raise ValueError(f"part={part} must be a number from 0 (key at the start) to 1 (key at the end).")
@@ -53,7 +54,6 @@ def drawn(choose: random.Random) -> str:
 
 
 def passkey(tokenizer: Any, length: int, part: float, key: str) -> Passkey:
-    """One prompt with its key."""
     task, fact, question, answer = _parts(tokenizer, key)
     filler, room = _ids(tokenizer, FILLER), length - len(task) - len(fact) - len(question) - len(answer)
     if room < 1:
@@ -63,7 +63,7 @@ def passkey(tokenizer: Any, length: int, part: float, key: str) -> Passkey:
         )
     filling = filler * (room // len(filler) + 1)
     before, after = round(part * room), room - round(part * room)
-    # Cut at their beginning, so that what follows them begins a sentence.
+    # Filler is cut at its beginning, so that it ends with a complete sentence.
     prompt = task + filling[len(filling) - before :] + fact + filling[len(filling) - after :] + question
     return Passkey(tuple(prompt), tuple(answer), len(task) + before, key)
 
@@ -74,10 +74,10 @@ def least_length(tokenizer: Any) -> int:
 
 
 def _parts(tokenizer: Any, key: str) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The tokens of task, fact, question and answer, tokenized one by one: all but the first begin with a space."""
+    """The tokens of task, fact, question, and answer, tokenized separately. All but the first begin with a space."""
     task, fact, question, answer = (_ids(tokenizer, text) for text in (TASK, FACT.format(key=key), QUESTION, f" {key}"))
     space = _ids(tokenizer, " ")
-    if space and answer[: len(space)] == space:  # a token of its own: digits alone are asked for
+    if space and answer[: len(space)] == space:  # The space is a separate token, so the answer is only the digits.
         question, answer = question + space, answer[len(space) :]
     return [*tokenizer("")["input_ids"], *task], fact, question, answer
 
@@ -87,14 +87,14 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def text(tokenizer: Any, length: int, part: float, key: str) -> str:
-    """A prompt with its key and a full stop, as a text to train on."""
+    """A prompt with its key and a period, as a training text."""
     made = passkey(tokenizer, length, part, key)
     return str(tokenizer.decode([*made.prompt, *made.answer], skip_special_tokens=True)) + "."
 
 
 @torch.no_grad()
 def right(model: PreTrainedModel, prompts: Sequence[Passkey]) -> Tensor:
-    """Whether each token of the key is predicted from the true ones before it, `[N, A]`; prompts are of one length."""
+    """Whether each token of the key is predicted from the true previous tokens, `[N, A]`. All prompts have the same length."""
     found = []
     size = max(1, BATCH_TOKENS // (len(prompts[0].prompt) + len(prompts[0].answer)))
     for start in range(0, len(prompts), size):

@@ -1,7 +1,7 @@
-"""Perplexity of language models at several lengths, by sliding windows.
+"""Perplexity of language models at several lengths, with sliding windows.
 
-The same tokens are scored at every length: all but the first of each document, each once, with at least half a window before
-it wherever there is so much text. A model that ends before a length slides windows of its own limit.
+At every length, all tokens of a document but the first are scored once. Each has at least half a window of context, or all the
+text before it. If a model's maximum length is lower, its windows have that length.
 
 Shapes: W windows, L tokens in a window, T tokens of a document, V vocabulary.
 """
@@ -22,12 +22,17 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
-"""Tokens in a batch of windows: logits are as wide as the vocabulary."""
+"""Maximum tokens in a batch of windows, because logits are as wide as the vocabulary. A longer window is a batch of its own."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """With its 95% interval over documents (Student's); `ratio` is to the baseline's perplexity on the same documents."""
+    """Perplexity with its 95% interval over documents (Student's t).
+
+    ratio: to the baseline's perplexity on the same documents.
+    window: size of the windows in tokens.
+    documents: number of documents.
+    """
 
     perplexity: float
     perplexity_interval: tuple[float, float]
@@ -47,7 +52,7 @@ class Perplexity:
 
 @torch.no_grad()
 def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
-    """The negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`: windows of `window` tokens at a stride of half."""
+    """Negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`, from windows that overlap by half."""
     if window < 2:
         raise ValueError(f"window={window} must be at least 2 tokens.")
     stride, found = window // 2, []
@@ -60,7 +65,7 @@ def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
         rows = torch.stack([ids[start : start + window] for start in batch]).to(model.device)  # [W, L]
         logits = model(input_ids=rows).logits[:, :-1].float()  # [W, L - 1, V]
         each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").cpu()
-        # Of the tokens that the window before has scored, none is scored again.
+        # Tokens that the previous window has scored are skipped.
         found += [row if start == 0 else row[window - stride - 1 :] for start, row in zip(batch, each, strict=True)]
     return torch.cat(found)
 
@@ -68,7 +73,7 @@ def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
 def evaluate(
     models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int], baseline: str
 ) -> dict[int, dict[str, Perplexity]]:
-    """Length -> model -> perplexity, on the first max(lengths) tokens of each document."""
+    """Length -> model -> perplexity on the first max(lengths) tokens of each document."""
     means: dict[tuple[str, int], np.ndarray] = {}
     limits = {name: inspect(model).max_length for name, (model, _) in models.items()}
     windows = {(name, length): min(length, limits[name] or length) for name in models for length in lengths}

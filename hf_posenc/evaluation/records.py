@@ -1,6 +1,6 @@
-"""Records as JSON, and evaluation.json, which a model's card and hf_posenc.push_to_hub read.
+"""JSON records of training runs and experiments, and evaluation.json, which model cards and hf_posenc.push_to_hub read.
 
-Training and experiments write records. `of_training` and experiments/eval_results.py make results for evaluation.json of them.
+`of_training` and experiments/eval_results.py convert records to results for evaluation.json.
 """
 
 import json
@@ -14,7 +14,7 @@ from hf_posenc.serialization.atomic import write_text
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
-"""The name of the texts of `stdlib_corpus`."""
+"""The dataset name of `stdlib_corpus`."""
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -23,24 +23,24 @@ TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
 }
-"""End of a model class's name -> the Hub's name of its task."""
+"""Suffix of a model class's name -> the Hub's name of its task."""
 NO_METRICS = ("eval_samples", "eval_majority_share")
 
 Record = dict[str, Any]
 
 
 def as_text(record: Any) -> str:
-    """A record as JSON; dataclasses become objects."""
+    """A record as JSON. Dataclasses become objects."""
     return json.dumps(record, indent=2, default=asdict) + "\n"
 
 
 def write(file: Path, record: Any) -> None:
-    """Replace a file by a record, completely or not at all."""
+    """Write a record to a file atomically."""
     write_text(file, as_text(record))
 
 
 def fill(page: Path, markers: tuple[str, str], text: str) -> None:
-    """Replace what lies between two markers of a page. Raises ValueError for a page without them."""
+    """Replace the text between two markers of a page. Raises ValueError if the page lacks a marker."""
     head, begin, rest = page.read_text(encoding="utf-8").partition(markers[0])
     _, end, tail = rest.partition(markers[1])
     if not begin or not end:
@@ -53,7 +53,7 @@ def read(file: Path) -> Any:
 
 
 def add(folder: Path, results: list[Record]) -> None:
-    """Add results to evaluation.json in a model's folder. A result with the same key is replaced."""
+    """Add results to evaluation.json in a model's directory. They replace results with the same key."""
     file = folder / FILE
     before = read(file) if file.exists() else {}
     together = {key(result): result for result in [*before.get("results", []), *results]}
@@ -66,7 +66,7 @@ def key(result: Record) -> tuple[Any, ...]:
 
 
 def command(*arguments: str) -> str:
-    """A command line; without arguments, that of this process."""
+    """A command line. Without arguments, that of this process."""
     main = sys.modules["__main__"]
     if not arguments and main.__spec__ and main.__file__ == sys.argv[0]:  # python -m
         arguments = ("-m", main.__spec__.name, *sys.argv[1:])
@@ -74,7 +74,7 @@ def command(*arguments: str) -> str:
 
 
 def of_training(record: Record, class_name: str) -> Record:
-    """The evaluation.json of the model that a training run finished with."""
+    """The content of evaluation.json for the model that a training run saved."""
     task = next((task for end, task in TASKS.items() if class_name.endswith(end)), "feature-extraction")
     trained, validated = _datasets(record["arguments"])
     about = {"task": task, "dataset": validated, "length": record.get("text_length"), "count": record.get("eval_samples")}
@@ -90,7 +90,7 @@ def of_training(record: Record, class_name: str) -> Record:
 
 
 def _datasets(arguments: Record) -> tuple[Record, Record]:
-    """The training and the validation data, by name."""
+    """The training and the validation dataset."""
     if name := arguments.get("dataset_name"):
         known = {} if Path(name).exists() else {"id": name}
         trained = {"name": Path(name).name, **known, "config": arguments.get("dataset_config_name")}

@@ -1,4 +1,4 @@
-"""Retrieval with sentence embeddings: texts embedded by a model, and the strategies to use it on long documents.
+"""Retrieval with sentence embeddings, and strategies for documents beyond a model's maximum length.
 
     original, converted = Embedder(teacher, tokenizer), Embedder(student, tokenizer)
     chosen = [*strategies("original", original, 2048), *strategies("converted", converted, 2048)]
@@ -23,20 +23,20 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 16 * 512
-"""Tokens in a batch, padding included; a longer text is a batch of its own."""
+"""Maximum tokens in a batch, including padding. A longer text is a batch of its own."""
 
 Pool = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""Hidden states `[B, L, D]` and the batch that they belong to -> embeddings `[B, E]`."""
+"""Hidden states `[B, L, D]` and the model's inputs -> embeddings `[B, E]`."""
 
 
 def mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the real tokens."""
+    """The mean over all tokens but padding."""
     mask = batch["attention_mask"].to(hidden.dtype)
     return (hidden * (mask / mask.sum(1, keepdim=True))[..., None]).sum(1)
 
 
 def pooling(sentences: Any, device: torch.device | None = None) -> Pool:
-    """All modules of a SentenceTransformer but the first, as one function, on the device; `mean` without one."""
+    """All modules of a SentenceTransformer but the first, moved to the device, as one function. For None, `mean`."""
     if sentences is None:
         return mean
     modules = [module if device is None else module.to(device) for module in list(sentences)[1:]]
@@ -59,9 +59,11 @@ def embed(
     title: str = "texts",
     pool: Pool = mean,
 ) -> Tensor:
-    """Embeddings of length 1, `[N, E]`, in the order of the texts; longer texts are cut at `max_seq_length` tokens.
+    """Unit-length embeddings `[N, E]` of texts, truncated to `max_seq_length` tokens.
 
-    Texts are sorted by their number of tokens, and a batch has at most BATCH_TOKENS.
+    Batches contain texts of similar length.
+
+    Raises ValueError if there are no texts, or if a text has no tokens.
     """
     if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{title}: texts is {str(texts)[:60]!r}. Pass a list of one or more strings.")
@@ -93,9 +95,11 @@ def embed(
 
 
 class Embedder:
-    """A model with its tokenizer and pooling, which embeds each text once; longer texts are truncated at the model's limit.
+    """A model with its tokenizer and pooling. It caches embeddings, and truncates texts to the model's maximum length.
 
-    limit: the model's usable length in tokens; None: no limit.
+    limit: the model's maximum length in tokens. None for no limit.
+
+    Raises ValueError for a slow tokenizer, which has no offsets.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, pool: Pool = mean) -> None:
@@ -106,7 +110,7 @@ class Embedder:
         self.kept: dict[str, Tensor] = {}
 
     def __call__(self, texts: Sequence[str], title: str = "texts") -> Tensor:
-        """`[N, E]`, in the order of the texts."""
+        """Embeddings of the texts, `[N, E]`."""
         if isinstance(texts, str):
             raise ValueError(f"{title}: texts is the string {texts[:60]!r}. Pass a list of strings.")
         new = [text for text in dict.fromkeys(texts) if text not in self.kept]
@@ -118,7 +122,10 @@ class Embedder:
 
 @dataclass(frozen=True)
 class RetrievalStrategy:
-    """A way to compare queries with documents: texts `[N]`, texts `[M]`, title of a progress bar -> similarities `[N, M]`."""
+    """A way to compare queries with documents.
+
+    similarity: N queries, M documents, and the title of a progress bar -> similarities `[N, M]`.
+    """
 
     name: str
     similarity: Callable[[Sequence[str], Sequence[str], str], Tensor]
@@ -127,8 +134,11 @@ class RetrievalStrategy:
 def strategies(name: str, embedder: Embedder, longest: int, window: int | None = None) -> list[RetrievalStrategy]:
     """The ways to use a model on documents of up to `longest` tokens.
 
-    A model whose limit is lower is truncated, and chunked: into even pieces that fit, whose embeddings are averaged ("mean"),
-    or compared each, the best counting ("max"). Another model is used as it is; with `window`, also truncated and chunked.
+    A model that supports this length embeds whole documents. If it doesn't, or if `window` is set, documents are also truncated
+    to the window, or divided into even chunks of at most that size. Chunk embeddings are averaged ("mean"), or the
+    best-matching chunk counts ("max"). The default window is the model's maximum length.
+
+    Raises ValueError if `window` is above the model's maximum length.
     """
     limit, tokenizer = embedder.limit, embedder.tokenizer
     whole = limit is None or limit >= longest
@@ -147,7 +157,7 @@ def strategies(name: str, embedder: Embedder, longest: int, window: int | None =
         return as_it_is(queries, [cut(tokenizer, text, size) for text in documents], title)
 
     def chunked(documents: Sequence[str], title: str) -> list[Tensor]:
-        """For each document the embeddings of its chunks, `[C, E]`."""
+        """The embeddings of each document's chunks, `[C, E]`."""
         chunks = [chunk(tokenizer, text, size) for text in documents]
         return list(embedder([piece for pieces in chunks for piece in pieces], title).split([len(pieces) for pieces in chunks]))
 
@@ -168,7 +178,7 @@ def strategies(name: str, embedder: Embedder, longest: int, window: int | None =
 
 
 def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: str = "") -> Tensor:
-    """The cosine of TF-IDF vectors, `[N, M]`, with 1 + log tf. It needs scikit-learn, of the extra `train`."""
+    """Cosine similarity of TF-IDF vectors, `[N, M]`, with 1 + log tf. It needs scikit-learn, from the extra `train`."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     vectorizer = TfidfVectorizer(sublinear_tf=True)
@@ -177,12 +187,12 @@ def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: 
 
 
 def offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """The characters at which each token of a text begins and ends."""
+    """The start and end of each token of a text, in characters."""
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
 
 
 def max_content_tokens(tokenizer: Any, length: int) -> int:
-    """The number of a text's own tokens that fit into `length` tokens. Raises ValueError if the special tokens fill them."""
+    """The number of tokens, without special tokens, that fit into `length`. Raises ValueError if none fits."""
     special = tokenizer.num_special_tokens_to_add()
     if length <= special:
         raise ValueError(f"{length} tokens leave no room for text besides {special} special ones. Use {special + 1} or more.")
@@ -190,16 +200,16 @@ def max_content_tokens(tokenizer: Any, length: int) -> int:
 
 
 def cut(tokenizer: Any, text: str, length: int) -> str:
-    """The beginning of a text that fits `length` tokens, special ones included."""
+    """The beginning of a text that fits into `length` tokens, including special tokens."""
     places, size = offsets(tokenizer, text), max_content_tokens(tokenizer, length)
     return text if len(places) <= size else text[: places[size - 1][1]]
 
 
 def chunk(tokenizer: Any, text: str, window: int) -> list[str]:
-    """A text divided into pieces that fit `window` tokens each, special ones included; joined, they are the text.
+    """Divide a text into pieces that fit into `window` tokens each, including special tokens.
 
-    There are as few pieces as fit, of about equal length; they begin with a word, unless the word is longer than a quarter of
-    the window.
+    The number of pieces is the smallest possible, and their lengths are about equal. Each begins with a word, unless the word
+    is longer than a quarter of the window. Concatenated, the pieces equal the text.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     places, words, size = encoded["offset_mapping"], encoded.word_ids(), max_content_tokens(tokenizer, window)

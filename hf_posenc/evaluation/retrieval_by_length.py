@@ -1,4 +1,4 @@
-"""Retrieval at several lengths: by title, by a sentence from behind the first 512 tokens, and of one fact."""
+"""Retrieval at several lengths by title, by a sentence from beyond the first 512 tokens, and by one fact."""
 
 import random
 from collections import Counter
@@ -14,38 +14,41 @@ from hf_posenc.progress import ProgressBar
 
 BAG = "bag of words"
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
-"""Task -> the metric that its tables and figures show."""
+"""Task -> the metric in its tables and figures."""
 
 T = TypeVar("T")
 Texts = list[tuple[str, str]]
-"""Questions by title, and their documents."""
+"""Titles, which are the queries, and their documents."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A document, its title, and by length a sentence taken out of it, behind the first BOUNDARY tokens and within it."""
+    """A document with its title.
+
+    deep: length -> question about a sentence beyond the first BOUNDARY tokens and within that length.
+    """
 
     title: str
     document: str
     deep: dict[int, Question] = field(default_factory=dict)
 
     def at(self, tokenizer: Any, length: int) -> str:
-        """The document that is embedded at a length, without the sentence that `question` gives."""
+        """The document that is embedded at a length, without the sentence of `question`."""
         question = self.question(length)
         return cut(tokenizer, question.document if question else self.document, length)
 
     def question(self, length: int) -> Question | None:
-        """Where the length ends before the boundary, the longest length's: about text that no method sees."""
+        """The question for a length. Lengths up to BOUNDARY have that of the longest length, about text that no method sees."""
         return self.deep.get(length) or (self.deep[max(self.deep)] if self.deep else None)
 
 
 @dataclass
 class Found:
-    """What was measured: ranks by task, length and method, and the heat map's by method, length and depth."""
+    """Results: ranks by task, length, and method, and those of the heat map by method, length, and depth."""
 
     ranks: dict[str, dict[int, dict[str, Ranks]]] = field(default_factory=dict)
     cells: dict[str, dict[int, list[tuple[float, Ranks]]]] = field(default_factory=dict)
-    """Method -> length -> for each depth the mean number of tokens before the fact, and the ranks."""
+    """Method -> length -> the mean number of tokens before the fact, and the ranks, for each depth."""
 
     def add(self, task: str, length: int, method: str, ranks: Ranks) -> None:
         self.ranks.setdefault(task, {}).setdefault(length, {})[method] = ranks
@@ -54,7 +57,7 @@ class Found:
         return self._each(lambda task, ranks: {name: score(each) for name, each in ranks.items()})
 
     def differences(self, baseline: str) -> dict[str, dict[int, dict[str, Difference]]]:
-        """How much better each method is than the baseline, by the metric of the task."""
+        """The difference of each method to the baseline, in the metric of the task. It is positive if the method is better."""
 
         def of(task: str, ranks: dict[str, Ranks]) -> dict[str, Difference]:
             others = {name: each for name, each in ranks.items() if name != baseline}
@@ -68,7 +71,7 @@ class Found:
         }
 
     def heat(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
-        """Method -> length -> for each depth the mean number of tokens before the fact, and the score."""
+        """Method -> length -> the mean number of tokens before the fact, and the score, for each depth."""
         return {
             name: {
                 length: [{"tokens_before": depth, "score": score(ranks)} for depth, ranks in parts]
@@ -79,10 +82,9 @@ class Found:
 
 
 def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed: int, deep: bool = True) -> list[Case]:
-    """Up to `count` documents of the longest length or more, drawn at random.
+    """Up to `count` random documents that have at least the longest of the lengths.
 
-    With `deep`, those that have a sentence to take out for each length beyond BOUNDARY; no sentence that is in two documents
-    is a question.
+    With `deep`, each document has a question for every length beyond BOUNDARY. Sentences in several documents aren't questions.
     """
     drawn = random.Random(seed).sample(texts, len(texts))
     times = Counter(key for _, text in texts for key in {plain(text[start:end]) for start, end in sentence_spans(text)})
@@ -107,16 +109,16 @@ def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed
 
 
 def ways(embedders: dict[str, Embedder], longest: int, window: int | None = None) -> list[RetrievalStrategy]:
-    """A bag of words, and all methods of all models."""
+    """A bag of words, and all strategies of all models."""
     by_model = [way for name, embedder in embedders.items() for way in strategies(name, embedder, longest, window)]
     return [RetrievalStrategy(BAG, lexical_similarity), *by_model]
 
 
 def baseline_of(found: Sequence[RetrievalStrategy], wanted: str | None) -> str:
-    """The name of the baseline: the first model truncated, or as it is where it isn't. Raises SystemExit for an unknown one."""
+    """The name of the baseline. Default: the first model, truncated if possible. Raises SystemExit for an unknown name."""
     names = [way.name for way in found]
     if wanted is None:
-        first, second = [*names[1:], ""][:2]  # right behind the bag of words: the first model truncated, or as it is
+        first, second = [*names[1:], ""][:2]  # strategies of the first model, which follow the bag of words
         return second if second.startswith(f"{first}, truncated at ") else first
     if wanted not in names:
         raise SystemExit(f"--baseline {wanted!r} isn't one of the methods: {', '.join(map(repr, names))}.")
@@ -155,7 +157,7 @@ def evaluate_needles(
     candidates: int,
     seed: int,
 ) -> None:
-    """Add the ranks of the tasks "needle" and "needle beyond" (facts behind the first BOUNDARY tokens), and the heat map."""
+    """Add the ranks of the tasks "needle" and "needle beyond" (facts beyond the first BOUNDARY tokens), and the heat map."""
     boundary = seen(tokenizer)
     with ProgressBar(total=len(lengths) * len(compared), desc="needles", unit="method") as bar:
         for length in lengths:

@@ -1,7 +1,7 @@
-"""Text that every Python installation has: the documentation of its standard library, read from the sources.
+"""A corpus from the documentation of Python's standard library, which every installation has.
 
-In evaluation, a module's one-line summary (the query) should retrieve its documentation. For training there are the texts of
-all other modules, and the topics of `help()`. The sources are parsed, not imported.
+In evaluation, a module's one-line summary (the query) should retrieve its documentation. Training texts come from all other
+modules, and from the topics of `help()`. The sources are parsed, not imported.
 """
 
 import ast
@@ -20,7 +20,7 @@ MIN_WORDS = 150
 MIN_QUERY_WORDS = 4
 TOPICS = "pydoc_data.topics"
 NEAR_COPY = 0.6
-"""A sentence is a copy of the query if it contains this part of its words, or if this part of its words is in the query."""
+"""A sentence is a copy of the query if it has this share of the query's words, or the query has this share of its words."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Module:
 
 
 def modules(progress: bool = True) -> list[Module]:
-    """All documented modules of the standard library, sorted by path; some summaries are empty."""
+    """All documented modules of the standard library, sorted by path. Some summaries are empty."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     found = (
@@ -45,8 +45,10 @@ def modules(progress: bool = True) -> list[Module]:
 
 @functools.cache
 def split(progress: bool = True) -> tuple[list[Module], list[str]]:
-    """(modules to evaluate with, training texts), disjoint by module and by sentence: no training text shares a sentence of
-    eight words or more with an evaluation document or query."""
+    """Evaluation modules and training texts, from different modules.
+
+    No training text contains a sentence of eight or more words of an evaluation document or query.
+    """
     candidates = modules(progress)
     summaries: dict[str, int] = {}
     for module in candidates:
@@ -60,7 +62,7 @@ def split(progress: bool = True) -> tuple[list[Module], list[str]]:
         and module.name != TOPICS
         and summaries[_plain(module.summary)] == 1
     ]
-    # Spread over the alphabet.
+    # Evaluation modules are spread evenly over the alphabet.
     step = max(1.0, len(long) / EVALUATION_MODULES)
     evaluation = [long[int(i * step)] for i in range(min(EVALUATION_MODULES, len(long)))]
     names = {module.name for module in evaluation}
@@ -74,12 +76,12 @@ def split(progress: bool = True) -> tuple[list[Module], list[str]]:
 
 
 def joined(passages: list[str]) -> list[str]:
-    """Long training texts: eight passages make one of some 2,400 tokens."""
+    """Join passages into longer training texts: eight passages have about 2,400 tokens."""
     return ["\n\n".join(passages[i : i + 8]) for i in range(0, len(passages), 8)]
 
 
 def without_leaks(document: str, name: str, summary: str) -> str:
-    """The document without the query sentence, lines that name the module, and near copies of the query."""
+    """The document without copies and near copies of the query, and without lines that name the module."""
     query = set(_words(summary))
     last = re.escape(name.rpartition(".")[2])
     named = re.compile(rf"(?<![\w]){re.escape(name)}(?![\w])|\bmodule\s+{last}\b", re.IGNORECASE)
@@ -96,7 +98,7 @@ def without_leaks(document: str, name: str, summary: str) -> str:
 def _read(path: Path, root: Path) -> Module | None:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, ValueError):  # sources that are broken on purpose, for tests
+    except (SyntaxError, UnicodeDecodeError, ValueError):  # Some test files are invalid on purpose.
         return None
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     docstring = ast.get_docstring(tree) or ""
@@ -104,7 +106,7 @@ def _read(path: Path, root: Path) -> Module | None:
         strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         return Module(name, "", "\n\n".join(strings))
     summary, _, rest = docstring.strip().partition("\n")
-    # Of "name -- what it does" and "name: what it does", the summary is the second half.
+    # In "name -- summary" and "name: summary", the name is removed.
     last = re.escape(name.rpartition(".")[2])
     summary = re.sub(
         rf"^\s*(the\s+)?({re.escape(name)}|{last})(\.py)?\s*(--?|:|–)\s*", "", summary, flags=re.IGNORECASE
@@ -139,7 +141,7 @@ def _sentence_keys(text: str) -> set[str]:
 
 
 def _passages(sentences: list[str], words: int = 200) -> list[str]:
-    """Sentences, in order, joined into passages of about this many words."""
+    """Join sentences, in order, into passages of about `words` words."""
     passages, current, count = [], [], 0
     for sentence in sentences:
         current.append(sentence)

@@ -1,4 +1,4 @@
-"""What commands and scripts do first: print on any terminal or to a file, and import modules with custom encodings."""
+"""Setup of commands and scripts: output to any terminal or file, and imports of modules with custom encodings."""
 
 import importlib
 import io
@@ -10,19 +10,19 @@ from hf_posenc import progress
 
 
 def set_up() -> None:
-    """Make what a command prints fit any terminal or file. Commands and scripts call this first.
+    """Make output work on any terminal or file. Commands and scripts call this first.
 
-    Characters that the encoding of standard output doesn't have are escaped, and the progress bars of all libraries print at
-    most one line every 30 seconds without a terminal.
+    Characters that the encoding of standard output doesn't support are escaped. Without a terminal, the progress bars of all
+    libraries print at most one line every 30 seconds.
     """
     escape_unprintable()
     progress.limit_other_libraries()
 
 
 def escape_unprintable() -> None:
-    """Make standard output print characters that its encoding doesn't have as escapes such as `\\xd7`.
+    """Make standard output and standard error escape characters that their encoding doesn't support, for example as `\\xd7`.
 
-    Otherwise, printing a result raises UnicodeEncodeError, and the result is lost.
+    Otherwise, printing a result can raise UnicodeEncodeError, and the result is lost.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -32,7 +32,7 @@ def escape_unprintable() -> None:
 def import_modules(names: Iterable[str]) -> None:
     """Import modules by name, also from the current directory, to register the encodings that they define.
 
-    Raises ImportError that says where modules are looked for.
+    Raises ImportError with the places that were searched.
     """
     for name in names:
         if "" not in sys.path:

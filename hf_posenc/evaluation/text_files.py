@@ -1,4 +1,4 @@
-"""The rows of files with texts, and the errors of such files. A path names one file: it is never a pattern or a URL."""
+"""Reads examples from text, CSV, JSON, and Parquet files. A path names one file. It is never a pattern or a URL."""
 
 import codecs
 import csv
@@ -11,9 +11,9 @@ from typing import Any
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 """Suffix -> the name of its reader in `datasets`."""
 LONGEST = 10_000_000
-"""Maximum number of bytes of a line. A tokenizer needs about 200 bytes of memory for each of them."""
+"""Maximum size of a line in bytes. A tokenizer needs about 200 bytes of memory for each of them."""
 LARGEST = 256_000_000
-"""Maximum number of bytes of a JSON document that isn't JSON Lines: it is read as a whole."""
+"""Maximum size in bytes of a JSON document that isn't JSON Lines, because it is read as a whole."""
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"PK\x03\x04": "zip",
@@ -25,9 +25,9 @@ COMPRESSED = {
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file, column -> value; each line of a .txt file is a `text`.
+    """The examples of one file, as dicts of column -> value. Each line of a .txt file is a `text`.
 
-    Raises ValueError that names the file, and the line where there is one.
+    Raises ValueError that names the file and, if possible, the line.
     """
     _check_file(path)
     kind = KINDS[path.suffix]
@@ -45,7 +45,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check(path: Path, streaming: bool = False) -> None:
-    """Raises ValueError for a file that `rows` can't read or that has no rows. Of a stream, the first 10,000 are checked."""
+    """Raises ValueError if `rows` can't read a file, or finds no examples. With `streaming`, it checks the first 10,000."""
     if not sum(1 for _ in itertools.islice(rows(path), 10_000 if streaming else None)):
         raise ValueError(f"{path} has no rows. Use a file with at least one.")
 
@@ -63,7 +63,7 @@ def _check_file(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a file, with their line breaks."""
+    """The lines of a file with their numbers and line breaks."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(LONGEST + 1):
@@ -96,7 +96,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Of JSON Lines, or of one document: a list of rows or of texts, or one row."""
+    """The examples of a JSON Lines file, or of one JSON document: an example, or a list of examples or texts."""
     if _is_document(path):
         found = _document(path)
         values = found if isinstance(found, list) else [found]
@@ -147,7 +147,7 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where}{place}: the value is not valid JSON ({error.msg} at column {error.colno}).") from None
     except RecursionError:
         raise ValueError(f"{where}: the value is nested too deeply.") from None
-    except ValueError as error:  # an integer of more digits than Python reads
+    except ValueError as error:  # an integer with more digits than Python converts
         raise ValueError(f"{where}: the value can't be read ({error}).") from None
 
 

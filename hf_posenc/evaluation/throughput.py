@@ -1,4 +1,4 @@
-"""The speed of models beside each other, by length: forward passes in turns, so that what else a machine does meets all alike.
+"""Compares the speed of models by length. They take turns, so that other load on the machine affects all models alike.
 
 Shapes: B texts of a batch, L tokens.
 """
@@ -17,16 +17,18 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.signatures import reads_tokens
 
 LEAST = 0.05
-"""Seconds of a round at least, of as many passes as it takes."""
+"""Approximate minimum duration of a model's passes in a round, in seconds."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one model at one length.
+    """The speed of one model at one length.
 
-    milliseconds: of a pass, the median over rounds. tokens_per_second: B · L of them in a pass.
-    ratio: throughput beside the first model's in the same round, the median over rounds; above 1 is faster. None of the first
-    model, and where that one doesn't read so many tokens. quartiles: of the ratios.
+    milliseconds: median time of a forward pass over all rounds.
+    tokens_per_second: from the median time, with B · L tokens in a pass.
+    ratio: median over rounds of the throughput relative to the first model's in the same round. None for the first model, and
+        if the first model doesn't support the length.
+    quartiles: of the ratios.
     """
 
     milliseconds: float
@@ -39,11 +41,11 @@ class Speed:
 def speeds(
     models: Mapping[str, Any], lengths: Sequence[int], batch_size: int = 1, rounds: int = 10, seed: int = 0
 ) -> dict[int, dict[str, Speed]]:
-    """Length -> name -> speed, of the models that read so many tokens, on the devices where they are.
+    """Length -> name -> speed, for the models that support the length, on their devices.
 
-    A pass has drawn input_ids `[B, L]` without padding and makes no cache; of an encoder and a decoder it is the encoder's.
+    A forward pass has random input_ids `[B, L]`, no padding, and no cache. Of an encoder-decoder, only the encoder is measured.
 
-    Raises ValueError for a model that reads no tokens, and for a length that no model reads.
+    Raises ValueError for a model that doesn't take token IDs, and for a length that no model supports.
     """
     found: dict[int, dict[str, Speed]] = {}
     reading = {name: _reader(name, model) for name, model in models.items()}
@@ -72,14 +74,14 @@ def speeds(
 
 
 def _reader(name: str, model: Any) -> tuple[Any, int | None]:
-    """The stack that reads, in eval mode, and its longest input in tokens."""
+    """The model to measure, in eval mode and without its head, and its maximum length in tokens."""
     model = model.base_model
     model = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
     if not reads_tokens(model):
         raise ValueError(f"{name} doesn't read tokens. Choose a text model.")
     try:
         return model.eval(), inspect(model).max_length
-    except UnsupportedModelError:  # nothing is known of its length
+    except UnsupportedModelError:  # Its maximum length is unknown.
         return model.eval(), None
 
 
@@ -93,7 +95,7 @@ def _timer(model: Any, length: int, batch_size: int, seed: int) -> Timer:
 
 
 def _passes(timer: Timer) -> int:
-    """How many passes a round has; the first pass, which may be slower, isn't counted."""
+    """The number of passes in a round. It is estimated after a warm-up pass."""
     timer.timeit(1)
     return max(1, round(LEAST / timer.timeit(1).mean))
 

@@ -1,8 +1,8 @@
-"""An interactive page of encodings and models: `hf-posenc explore`, or an app, such as a Space.
+"""An interactive page for encodings and models, for `hf-posenc explore` or an app such as a Space.
 
-`option_fields` says which fields an encoding's options have, `encodings` and `models` compute what is shown of each,
-`components` shows it in Gradio, `page` lays it out, and `server` starts it. Without Gradio, importing
-this package raises an ImportError that names the extra `explore`.
+`option_fields` defines the form fields of an encoding's options. `encodings` and `models` compute the content, `components`
+shows it in Gradio, `page` contains the layout, and `server` serves it. Without Gradio or matplotlib, importing this package
+raises an ImportError that names the extra `explore`.
 """
 
 from hf_posenc._versions import install

@@ -1,4 +1,4 @@
-"""The limits of the page: the memory and time of a request, and the inputs that it accepts."""
+"""The limits of the page on the memory, time, and inputs of a request."""
 
 import contextlib
 import math
@@ -10,25 +10,29 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 MAX_PARAMETERS = 500_000_000
-"""The default limit on the size of a model: 2 GB in float32."""
+"""The default limit on the size of a model, which is 2 GB in float32."""
 MAX_LAYERS = 256
-"""The largest value of any setting of a model's config that counts layers."""
+"""The maximum of any setting of a model's config that counts layers."""
 MAX_CHARACTERS = 10_000
-"""The maximum length of all texts together."""
+"""The maximum total length of all texts."""
 MAX_TEXTS = 16
 """The maximum number of texts."""
 MAX_WRITTEN = 256
-"""The maximum number of characters in the field of an encoding, an option, or a model."""
+"""The maximum length of the name of an encoding or model, or of an option's value, in characters."""
 GIB = 2**30
 
 
 class Refused(ValueError):
-    """A request exceeds a limit of the page. The message names the limit and the remedy."""
+    """Error for the visitor of the page, for example if a request exceeds a limit. The message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The resources of one request. memory: bytes beyond what an idle process takes. seconds: of wall-clock time."""
+    """The resources of one request.
+
+    memory: bytes in addition to those of an idle process.
+    seconds: wall-clock time.
+    """
 
     memory: int
     seconds: float
@@ -39,8 +43,10 @@ class Budget:
             raise Refused(f"{what} needs about {_gib(needed)} of memory. A request can use up to {_gib(self.memory)}. {remedy}")
 
     def enforce(self) -> None:
-        """Limit the memory, the CPU time, and the size of written files of the current process. macOS ignores the limit on
-        memory, and Windows has none of the three."""
+        """Limit the memory, the CPU time, and the size of written files of the current process.
+
+        macOS ignores the memory limit, and Windows has none of these limits.
+        """
         if resource is None:
             return
         with contextlib.suppress(OSError, ValueError):
@@ -60,7 +66,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits:
-    """
+    """The limits of the page.
+
     max_parameters: the maximum number of values in a model's parameters and buffers.
     model: the budget of a measurement of models.
     drawing: the budget of the figures of encodings.
@@ -86,7 +93,7 @@ def checked_texts(written: str) -> list[str]:
 
 
 def checked_field(what: str, written: object) -> str:
-    """What a visitor wrote into a field of one line. Raises Refused for a long text and for other types."""
+    """The text of a one-line field, without whitespace around it. Raises Refused for a long text and for other types."""
     if not isinstance(written, str | None):
         raise Refused(f"{what} must be text, not {type(written).__name__}. Enter its name.")
     text = (written or "").strip()

@@ -1,4 +1,4 @@
-"""The components of the page in Gradio that show encodings and models. Methods return what changes, by component."""
+"""The Gradio components that show encodings and models. Methods return updates by component."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from hf_posenc.explorer.work import results
 NOTHING = "It neither adds vectors nor acts on scores: there is nothing to draw."
 Changes = dict[Any, Any]
 Left = Callable[[], bool]
-"""Whether the visitor who waits for a result has left."""
+"""Returns whether the visitor who waits for a result has left."""
 
 
 class Section:
-    """A place for the words of an error, and figures under captions. Figures without a picture are hidden."""
+    """An error message, and figures with captions. Figures without a picture are hidden."""
 
     def __init__(self) -> None:
         self.problem = gr.Markdown(visible=False, elem_classes="problem")
@@ -36,7 +36,7 @@ class Section:
         return {self.problem: gr.update(value=str(words), visible=bool(str(words)))}
 
     def draws(self, pictures: Mapping[str, str | None]) -> Changes:
-        """pictures: by the name of a figure, data URLs, or None."""
+        """pictures: figure name -> data URL, or None to hide the figure."""
         changes: Changes = {}
         for name, picture in pictures.items():
             frame, plot = self.figures[name]
@@ -46,7 +46,10 @@ class Section:
 
 
 class OfEncoding(Section):
-    """Figures, numbers, facts and code of one encoding. without: figures that are left out."""
+    """Figures, numbers, facts, and code of one encoding.
+
+    without: names of figures to omit.
+    """
 
     def __init__(self, without: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class OfEncoding(Section):
 
 
 class Decays(Section):
-    """Several encodings by distance, in one figure."""
+    """One figure that compares encodings by distance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Decays(Section):
 
 
 class OfModels(Section):
-    """Reports, figures and numbers of one model or two."""
+    """Reports, figures, and numbers of one or two models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +119,11 @@ class OfModels(Section):
         texts: str,
         dark: bool,
     ) -> Iterator[Changes]:
-        """What is measured, as it is ready. other: another model, or None. encoding: another one of the same model, or None."""
+        """Yield each result as soon as it is measured.
+
+        other: a second model, or None.
+        encoding: a second encoding to measure the same model with, or None.
+        """
         hidden = {part: gr.update(visible=False) for part in (self.reports, self.numbers)}
         yield hidden | self.draws(dict.fromkeys(self.figures)) | self.says()
         try:

@@ -1,4 +1,4 @@
-"""What the page shows of encodings: figures, facts, numbers, and the code to patch a model with them."""
+"""The page's content for encodings: figures, facts, numbers, and the code to patch a model with them."""
 
 import base64
 import inspect
@@ -17,12 +17,15 @@ from hf_posenc.explorer.budget import Budget
 from hf_posenc.explorer.option_fields import Encoding
 
 BYTES = 64
-"""The memory that a drawing reserves for each value of an encoding: three copies in float32, the rest in float64."""
+"""Bytes that a drawing reserves for each value of an encoding, for three copies in float32 and the others in float64."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of encodings. causal: None for the default of the encoding."""
+    """The sizes of encodings.
+
+    causal: None for the default of the encoding.
+    """
 
     length: int = 64
     hidden_size: int = 128
@@ -30,14 +33,14 @@ class Sizes:
     causal: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """As arguments of a diagnostic, without None."""
+        """Keyword arguments for a diagnostic, without those that are None."""
         return {name: size for name, size in asdict(self).items() if size is not None}
 
 
 def shown(encoding: Encoding, sizes: Sizes, dark: bool, budget: Budget) -> Iterator[dict[str, Any]]:
-    """One dict: what the page shows of an encoding. "figures" are data URLs.
+    """Yield one dict with the page's content for an encoding. "figures" are data URLs.
 
-    Raises ValueError for an encoding, an option or a size that isn't allowed, before anything larger than the budget is built.
+    Raises ValueError for an invalid encoding, option, or size, before anything larger than the budget is built.
     """
     with at_most(budget.memory // BYTES):
         drawn = {name: picture(figure) for name, figure in figures(encoding, sizes, dark).items()}
@@ -45,7 +48,7 @@ def shown(encoding: Encoding, sizes: Sizes, dark: bool, budget: Budget) -> Itera
 
 
 def compared(encodings: list[Encoding], sizes: Sizes, dark: bool, budget: Budget) -> Iterator[str | None]:
-    """One figure, as a data URL: `decays`, with the errors of `shown`."""
+    """Yield the figure of `decays` as a data URL, or None. Raises the same errors as `shown`."""
     with at_most(budget.memory // BYTES):
         figure = decays(encodings, sizes, dark)
         yield None if figure is None else picture(figure)
@@ -59,9 +62,9 @@ def picture(figure: Any) -> str:
 
 
 def figures(encoding: Encoding, sizes: Sizes, dark: bool = False) -> dict[str, Any]:
-    """Name -> figure, of the page's figures of what the encoding does: none if it neither adds vectors nor acts on scores.
+    """Name -> figure, for an encoding. Empty if it neither adds vectors nor changes attention scores.
 
-    Raises ValueError for an encoding, an option or a size that there isn't.
+    Raises ValueError for an invalid encoding, option, or size.
     """
     made = {}
     for name, figure in page_figures(*quantities(encoding)).items():
@@ -74,9 +77,9 @@ def figures(encoding: Encoding, sizes: Sizes, dark: bool = False) -> dict[str, A
 
 
 def decays(encodings: list[Encoding], sizes: Sizes, dark: bool = False) -> Any:
-    """The encodings by distance, side by side: the scores of those that act on scores, the dot products of other vectors.
+    """A figure of encodings by distance: scores, or the dot products of vectors if an encoding doesn't change scores.
 
-    None if no encoding does either.
+    None if no encoding has either.
     """
     found = []
     for encoding in encodings:
@@ -87,7 +90,7 @@ def decays(encodings: list[Encoding], sizes: Sizes, dark: bool = False) -> Any:
 
 
 def numbers(encoding: Encoding, sizes: Sizes) -> str:
-    """What the diagnostics on the page measure."""
+    """The results of the page's diagnostics as text."""
     found = []
     for each in DIAGNOSTICS.values():
         if each.on_page and each.needs == "encoding":
@@ -98,7 +101,7 @@ def numbers(encoding: Encoding, sizes: Sizes) -> str:
 
 
 def facts(encoding: Encoding) -> str:
-    """Its title, facts and papers, in Markdown."""
+    """The title, facts, and papers of an encoding, in Markdown."""
     kind = encoding_class(canonical(encoding)["type"])
     entry = catalog.entry(kind)
     said = [f"{heading}: {fact}" for heading, fact in entry.facts().items()] + [f"<{paper}>" for paper in entry.papers]
@@ -106,7 +109,7 @@ def facts(encoding: Encoding) -> str:
 
 
 def code(encoding: Encoding) -> str:
-    """The call that patches a model with it, and the same as a command."""
+    """The call that patches a model with an encoding, and the equivalent command."""
     options = {name: value for name, value in encoding.items() if name != "type"}
     given = repr({"type": encoding["type"], **options} if options else encoding["type"])
     words = [f"--option {shlex.quote(f'{name}={_written(value)}')}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-"""The fields of the page in Gradio: the choice of an encoding with its options, and sizes."""
+"""The Gradio fields of the page, for an encoding with its options and for sizes."""
 
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ CAUSAL = {"as usual of the encoding": None, "no, as in an encoder": False, "yes,
 
 
 def picker(label: str, first: str) -> gr.State:
-    """A list of encodings and the options of the chosen one. The state holds it: `{"type": name, option: value}`."""
+    """Fields for an encoding and its options. Returns a state with `{"type": name, option: value}`."""
     chosen = gr.State({"type": first})
     name = gr.Dropdown(
-        [name for name, kind in list_encodings().items() if kind.axes == 1],  # others are for the patches of an image
+        [name for name, kind in list_encodings().items() if kind.axes == 1],  # others are for image patches
         value=first,
         label=label,
         info="Or write several in one: rope+alibi",
@@ -31,7 +31,7 @@ def picker(label: str, first: str) -> gr.State:
         def options(given: str | None) -> None:
             try:
                 found = option_fields.fields(checked_field("The encoding", given))
-            except ValueError:  # shown where the encoding would be
+            except ValueError:  # The page shows the error in place of the encoding.
                 return
             for field in found:
                 _option(field, chosen)
@@ -85,5 +85,5 @@ def sizes_of(length: int, hidden_size: int, num_attention_heads: int, causal: st
 
 
 def changes(fields: list[Any]) -> list[Any]:
-    """The events by which these fields change: of a slider once it is let go."""
+    """The change events of these fields. That of a slider is its release."""
     return [field.release if isinstance(field, gr.Slider) else field.change for field in fields]

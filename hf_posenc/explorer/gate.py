@@ -1,4 +1,4 @@
-"""What a visitor can request from the server of the page, and which visitors are connected."""
+"""Restricts the requests to the server of the page, and tracks which visitors are connected."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 GRACE = 3.0
-"""Seconds after which a visitor without a connection has left. A browser joins the queue before it opens the connection."""
+"""Seconds without a connection after which a visitor has left. A browser joins the queue before it opens the connection."""
 MAX_BODY = 2**18
 """The maximum size of a request in bytes."""
 STREAM = "/gradio_api/queue/data"
@@ -17,12 +17,12 @@ READ = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|pwa_icon|gradio_api/(info|app_id|startup-events|theme\.css))/?"
     rf"|/(static|assets|svelte)/.*|/pwa_icon/\d+|/gradio_api/heartbeat/\w+|{STREAM}"
 )
-"""The paths that a page of Gradio without files, accounts, and named endpoints reads."""
+"""The paths that a Gradio page without files, accounts, and named endpoints reads."""
 WRITTEN = re.compile(r"/gradio_api/queue/join")
 
 
 class Visitors:
-    """The sessions that are connected: results are sent through a connection that stays open until the last one."""
+    """The connected sessions. Results are sent through a connection that stays open until the last result."""
 
     def __init__(self) -> None:
         self._connected: Counter[str] = Counter()
@@ -36,7 +36,7 @@ class Visitors:
             del self._connected[session]
 
     def left(self, session: str | None) -> Callable[[], bool]:
-        """A function that says whether this session has been disconnected for longer than GRACE."""
+        """A function that returns whether this session has been disconnected for longer than GRACE."""
         seen = time.monotonic()
 
         def left() -> bool:
@@ -50,9 +50,11 @@ class Visitors:
 
 
 class Gate:
-    """An ASGI middleware. It answers 403 to all but the requests of the page itself: uploads, files, proxies, direct calls.
-    It answers 400 to inputs that refer to files or URLs, which Gradio would look for, 413 to large requests, and 411 to those
-    that don't declare their size. It tells `visitors` who is connected."""
+    """ASGI middleware that accepts only requests of the page itself, and adds connected sessions to `visitors`.
+
+    Uploads, files, proxies, and direct calls get status 403. Inputs that could refer to files or URLs, which Gradio would open,
+    get 400. Large requests get 413, and requests that don't declare their size get 411.
+    """
 
     def __init__(self, app: Any, visitors: Visitors) -> None:
         self.app, self.visitors = app, visitors
@@ -120,7 +122,7 @@ def _plain(body: bytes) -> bool:
 
 
 def _again(body: bytes, receive: Any) -> Callable[[], Any]:
-    """`receive` of a request whose body was read."""
+    """A `receive` function for a request whose body was already read."""
     messages = [{"type": "http.request", "body": body}]
 
     async def again() -> Any:

@@ -1,4 +1,4 @@
-"""What the page measures of models: a local or Hub checkpoint, compared with another one or with another encoding of it."""
+"""The page's measurements of models: one checkpoint, or a comparison with another checkpoint or encoding."""
 
 import os
 import re
@@ -28,21 +28,22 @@ from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 LENGTH = 128
-"""Maximum length of a text in tokens. The memory of attention grows with its square."""
+"""Maximum length of a text in tokens. The memory of attention grows quadratically with it."""
 REPEATED = 32
 """Length of the inputs of diagnostics without texts."""
 WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin", r"pytorch_model-\d+-of-\d+\.bin")
-"""The files of weights on the Hub, in the order of preference."""
+"""Patterns of weight files on the Hub, in the order of preference."""
 OTHER_FILES = r"(?!adapter_)[^/]+\.(json|txt|model)"
-"""The other files of a model and its tokenizer. An adapter's config refers to another model."""
+"""Pattern of the other files of a model and its tokenizer. An adapter's config refers to another model, so it is excluded."""
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model that is measured.
+    """A model to measure.
 
     label: its name in figures.
-    submodel: the path of the measured submodel of a composite model, one that reads texts if there is one; else None.
+    submodel: the path of the submodel of a composite model that is measured, if possible one that reads texts. None for other
+        models.
     """
 
     label: str
@@ -52,12 +53,12 @@ class MeasuredModel:
 
     @property
     def reader(self) -> Any:
-        """The model that reads the texts, the encoder of an encoder-decoder."""
+        """The model that reads the texts. For an encoder-decoder, its encoder."""
         model = self.model if self.submodel is None else self.model.get_submodule(self.submodel)
         return model.get_encoder() if model.config.is_encoder_decoder else model
 
     def report(self) -> Report | str:
-        """How it knows word order, or why the model isn't supported."""
+        """The report of `inspect`, or why the model isn't supported."""
         try:
             return inspect(self.model)
         except UnsupportedModelError as refused:
@@ -74,10 +75,13 @@ class MeasuredModel:
 
 
 def shown(names: list[str], encoding: Encoding | None, written: str, dark: bool, limits: Limits) -> Iterator[tuple[str, Any]]:
-    """What the page shows of models: "reports", figures as in `measured`, each as a data URL, and "numbers".
+    """Yield the page's content for models: "reports", the figures of `measured` as data URLs, and "numbers".
 
-    names: one or two models. encoding: if given, the first model is also measured with this encoding. written: the texts, one
-    per line. Raises ValueError for anything beyond the limits, before a model is built, and OSError for a missing model.
+    names: one or two models.
+    encoding: if given, the first model is also measured with this encoding.
+    written: the texts, one per line.
+
+    Raises ValueError before a model is built if the request exceeds a limit or a model doesn't exist.
     """
     texts = checked_texts(written)
     names = [checked_field("The model", name) for name in names]
@@ -99,7 +103,7 @@ def shown(names: list[str], encoding: Encoding | None, written: str, dark: bool,
 
 
 def _local(name: str) -> str:
-    """The path or Hub ID of a model. Raises ValueError for a missing folder."""
+    """The path or Hub ID of a model. Raises ValueError for a missing directory."""
     name = os.path.expanduser(name.rstrip("/"))
     if not name:
         raise ValueError("No model is named. Enter a local path or a Hub ID, such as bert-base-uncased.")
@@ -109,8 +113,9 @@ def _local(name: str) -> str:
 
 
 def _fetched(name: str, budget: Budget) -> str:
-    """A temporary folder with a model of the Hub, fetched without the account of this machine. The size of the files is checked
-    first. The Hub isn't asked for anything else afterwards, so that no file can refer to others.
+    """Download a public model from the Hub to a temporary directory, without this machine's account.
+
+    The total size is checked first. Afterwards the process is offline, so that no file can refer to other repositories.
 
     Raises ValueError for anything but the ID of a public model.
     """
@@ -141,7 +146,7 @@ def _fetched(name: str, budget: Budget) -> str:
 
 
 def check_size(names: list[str], limits: Limits) -> None:
-    """Raises ValueError for models with more parameters, layers or bytes than the limits allow. Only configs are read."""
+    """Raises ValueError for models with more parameters, layers, or bytes than the limits allow. It reads only configs."""
     needed = 0
     for name in names:
         _check_layers(name, read_config(name))
@@ -152,7 +157,7 @@ def check_size(names: list[str], limits: Limits) -> None:
                 f"{name} has {count:,} parameters and buffer values. This page accepts models of up to "
                 f"{limits.max_parameters:,}. Choose a smaller model, or start the page with a larger --max-parameters."
             )
-        needed += 2 * 4 * count + _activations(model)  # in float32, the model and the file while it loads
+        needed += 2 * 4 * count + _activations(model)  # While loading, the model and the file are in memory, in float32.
         limits.model.check(f"Measuring {' and '.join(names)}", needed, "Choose a smaller model.")
 
 
@@ -165,8 +170,8 @@ def _check_layers(name: str, config: Any) -> None:
 
 
 def _activations(model: Any) -> int:
-    """An upper estimate of the bytes of one forward and backward pass over LENGTH tokens in float32 (Korthikanti et al., 2022,
-    https://arxiv.org/abs/2205.05198), and of the copies of the attention weights in float64."""
+    """An upper estimate of the bytes for one forward and backward pass over LENGTH tokens in float32, and for float64 copies of
+    the attention weights. See Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198."""
     config = model.config.get_text_config()
     layers, width, heads = (
         getattr(config, name, None) or 0 for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -175,9 +180,11 @@ def _activations(model: Any) -> int:
 
 
 def load(name: str) -> MeasuredModel:
-    """A model without its head, and its tokenizer, or None if it has none. Code that comes with a model isn't run.
+    """Load a model without its head, and its tokenizer if it has one. Custom code in the repository isn't executed.
 
-    name: a local path, or a Hub ID. Raises ValueError if the weights don't load, and OSError if there is no model.
+    name: a local path, or a Hub ID.
+
+    Raises ValueError if the weights can't be loaded, and OSError if the model doesn't exist.
     """
     with explained(f"the weights of {name}"):
         model = AutoModel.from_pretrained(name, trust_remote_code=False)
@@ -197,7 +204,7 @@ def with_encoding(subject: MeasuredModel, encoding: Encoding) -> MeasuredModel:
 
 
 def told_apart(subjects: list[MeasuredModel]) -> list[MeasuredModel]:
-    """With a number after repeated labels, because two directories may have one name."""
+    """The models with a number appended to repeated labels, because two directories may have the same name."""
     labels = [subject.label for subject in subjects]
     return [
         replace(subject, label=f"{subject.label} ({place + 1})") if subject.label in labels[:place] else subject
@@ -206,8 +213,9 @@ def told_apart(subjects: list[MeasuredModel]) -> list[MeasuredModel]:
 
 
 def measured(subjects: list[MeasuredModel], texts: list[str], dark: bool = False) -> Iterator[tuple[str, Any]]:
-    """Names and figures, as they are measured: of all models, or "name 0", "name 1", … if a figure is of one. At last
-    "numbers", a text.
+    """Yield pairs of a name and a figure as they are measured, and finally "numbers" with a text.
+
+    A figure of a single model has the name "name 0", "name 1", ….
 
     Raises ValueError for models and texts that can't be measured.
     """

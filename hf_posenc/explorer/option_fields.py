@@ -1,4 +1,4 @@
-"""An encoding's options as the fields of a form, and the values of the fields as options."""
+"""Conversion between an encoding's options and the fields of a form."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -8,16 +8,17 @@ from hf_posenc.encodings.catalog import named_values
 from hf_posenc.encodings.options import names_files
 
 Encoding = dict[str, Any]
-"""`{"type": name, option: value}`; of a part of a composition `part__option`."""
+"""`{"type": name, option: value}`. Options of a composition's parts are named `part__option`."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """
-    option: its name; of a part of a composition `part__option`.
+    """The form field of an option.
+
+    option: name of the option, `part__option` for a part of a composition.
     default: None if there is none.
-    allowed: in words.
-    values: all that are allowed, empty if they can't be listed.
+    allowed: description of the allowed values.
+    values: all allowed values. Empty if they can't be listed.
     """
 
     option: str
@@ -27,7 +28,7 @@ class Field:
 
 
 def fields(name: str) -> list[Field]:
-    """All options of an encoding, an alias or a composition "a+b", except those that name local files.
+    """The fields of all options of an encoding, an alias, or a composition "a+b", except options that name local files.
 
     Raises ValueError for an unknown name.
     """
@@ -53,7 +54,7 @@ def _all_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def changed(encoding: Encoding, field: Field, written: Any) -> Encoding:
-    """The encoding with the value of a field. An empty field is the default."""
+    """The encoding with the value of a field. An empty field means the default."""
     value = parse_value(written.strip()) if isinstance(written, str) and not field.values else written
     rest = {name: value for name, value in encoding.items() if name != field.option}
     return rest if value in ("", None) or value == field.default else rest | {field.option: value}

@@ -1,4 +1,4 @@
-"""The page in Gradio: a tab for one encoding, one for two of them, one for models."""
+"""The layout of the Gradio page, with tabs for one encoding, two encodings, and models."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,14 +21,19 @@ A letter that was written in haste is often read at leisure, and what it meant t
 """
 DRAWINGS: dict[str, Any] = {"concurrency_id": "drawings", "concurrency_limit": 2, "api_visibility": "private"}
 MEASUREMENTS: dict[str, Any] = {"concurrency_id": "measurements", "concurrency_limit": 1, "api_visibility": "private"}
-"""How many requests run at the same time. Drawings don't wait for measurements, which take longer."""
+"""How many requests run concurrently. Drawings don't wait for measurements, which take longer."""
 WAITING = 64
 """The maximum number of requests in the queue."""
 IS_DARK = "() => document.body.classList.contains('dark')"
 
 
 def page(limits: Limits | None = None, visitors: Visitors | None = None) -> gr.Blocks:
-    """The page, not yet served. visitors: if given, the work for a visitor who leaves is stopped; `Gate` fills it."""
+    """Build the page without serving it.
+
+    Args:
+        limits: limits on requests. Default: `Limits()`.
+        visitors: the connected visitors, updated by `Gate`. If given, requests of visitors who leave are stopped.
+    """
     given = limits or Limits(), visitors
     with gr.Blocks(title="Position encodings", analytics_enabled=False) as made:
         with gr.Row():
@@ -80,7 +85,7 @@ def _two(opened: Any, dark: gr.Checkbox, limits: Limits, visitors: Visitors | No
 def _redraw(
     events: list[Any], shown: OfEncoding | Decays, inputs: list[Any], limits: Limits, visitors: Visitors | None
 ) -> None:
-    """Of several events during a drawing the last one is drawn after it."""
+    """Redraw on these events. If several occur during a drawing, only the last one is drawn afterwards."""
 
     def draw(request: gr.Request, *values: Any) -> Iterator[Changes]:
         yield from shown.changes(limits, _left(visitors, request), *values)

@@ -1,4 +1,4 @@
-"""Serving the page."""
+"""Serves the page."""
 
 import dataclasses
 import ipaddress
@@ -19,7 +19,7 @@ CSS = """
 """
 
 SESSIONS = 200
-"""The maximum number of sessions whose choices are kept."""
+"""The maximum number of sessions whose state is kept."""
 
 
 def serve(
@@ -33,22 +33,28 @@ def serve(
     hub_only: bool | None = None,
     block: bool = True,
 ) -> gr.Blocks:
-    """Serve the page at `local_url` of what is returned, until the process is stopped; with `block=False` in the background,
-    until `close()`.
+    """Serve the page until the process is stopped.
 
-    host: an address of this machine; by default 127.0.0.1, or what the environment says (GRADIO_SERVER_NAME, as in a Space).
-    port: by default 7860 or a free one after it; 0 for any free one. browser: whether a browser is opened.
+    The page downloads nothing but models that a visitor names by Hub ID. Requests run in separate processes, so a script must
+    call this function under `if __name__ == "__main__":`.
 
-    max_parameters: the maximum number of values in a model's parameters and buffers. max_memory, max_seconds: the budget of a
-    measurement of models, in GiB and seconds; by default 6 and 300. A figure of an encoding has 1 GiB and 60 seconds.
+    Args:
+        host: an address of this machine. Default: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1.
+        port: default: 7860 or the next free port. 0 for any free port.
+        browser: whether to open a browser.
+        max_parameters: the maximum number of values in a model's parameters and buffers.
+        max_memory: the memory of a measurement of models, in GiB. Default: 6. A figure of an encoding has 1 GiB.
+        max_seconds: the time of a measurement of models, in seconds. Default: 300. A figure of an encoding has 60 seconds.
+        hub_only: whether models are named by Hub ID only. Default: True in a Space, or if other machines can reach the page.
+        block: False serves in the background until `close()` of the returned page is called.
 
-    hub_only: whether models are named by Hub ID only. By default True in a Space, and for a host that other machines reach.
+    Returns:
+        The page. Its `local_url` is the address.
 
-    Nothing is fetched from elsewhere, but for models that a reader names by their id on the Hub. Requests run in separate
-    processes: a script calls this function under `if __name__ == "__main__":`.
-
-    Raises OSError for a port that is taken, ValueError for a port or a limit that isn't allowed, and RuntimeError in a script
-    without that line.
+    Raises:
+        OSError: the port isn't available.
+        ValueError: the port or a limit is invalid.
+        RuntimeError: a script calls this function outside of `if __name__ == "__main__":`.
     """
     check_main()
     limits = _limits(max_parameters, max_memory, max_seconds, _is_public(host) if hub_only is None else hub_only)
@@ -89,7 +95,7 @@ def _limits(max_parameters: int, max_memory: float | None, max_seconds: float | 
 
 
 def _is_public(host: str | None) -> bool:
-    """Whether others can reach the page: in a Space, or at an address other than that of this machine for itself."""
+    """Whether other machines can reach the page, which is the case in a Space and at any but a loopback address."""
     host = host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
     try:
         local = ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -99,7 +105,7 @@ def _is_public(host: str | None) -> bool:
 
 
 def _checked(host: str, port: int) -> int:
-    """A port that can be listened at. Raises OSError for one that is taken."""
+    """A free port for the server. Raises OSError if the port isn't available."""
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port} must be from 1 to 65535, or 0 for a free one.")
     with socket.socket() as listener:

@@ -27,15 +27,17 @@ _PRELOADED = ("hf_posenc.explorer.encodings", "hf_posenc.explorer.models", "matp
 def results(
     function: Callable[..., Iterable[Any]], *args: Any, budget: Budget, left: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
-    """Yield what `function(*args)` yields in a separate process. Stop early once `left()` is true.
+    """Yield what `function(*args)` yields in a separate process. Stop early if `left()` returns True.
 
-    Raises Refused, with a message for the visitor, for an expected error of the function and for a spent budget. The process
-    has ended when the iteration ends, also if the caller closes it.
+    The process ends with the iteration, also if the caller closes the iterator early.
 
     Args:
         function: importable by name. Its arguments and results can be pickled.
-        budget: of the process.
-        left: whether the visitor has left.
+        budget: the resources of the process.
+        left: returns whether the visitor has left.
+
+    Raises:
+        Refused: the function raised an error, or the budget is spent. The message is for the visitor.
     """
     receiver, sender = _context().Pipe(duplex=False)
     scratch = tempfile.TemporaryDirectory(prefix="hf-posenc-", ignore_cleanup_errors=True)
@@ -67,8 +69,7 @@ def results(
 
 
 def check_main() -> None:
-    """Raises RuntimeError in a script that serves the page without `if __name__ == "__main__":`, which its child processes
-    would run again."""
+    """Raises RuntimeError in a child process of a script that serves the page without `if __name__ == "__main__":`."""
     if _compat.is_starting_process():
         raise RuntimeError(
             "The script that serves the page is imported again by its child processes. Call serve() only under "
@@ -77,7 +78,7 @@ def check_main() -> None:
 
 
 def prepare() -> None:
-    """Start the server process from which requests are forked, so that the first request doesn't wait for its imports."""
+    """Start the server process from which requests are forked, so that the first request doesn't wait for imports."""
     if _context().get_start_method() == "forkserver":
         from multiprocessing import forkserver
 
@@ -85,7 +86,7 @@ def prepare() -> None:
 
 
 def _context() -> Any:
-    """Forks of a small server process start fast and inherit neither threads nor connections. Windows has no fork."""
+    """Forks of a small server process start fast, and inherit neither threads nor connections. Windows doesn't support fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -98,9 +99,9 @@ def _work(
 ) -> None:
     progress.limit_other_libraries()
     tempfile.tempdir = scratch  # removed after the request
-    torch.set_num_threads(1)  # one visitor leaves the other cores to others
+    torch.set_num_threads(1)  # leaves the other cores to other visitors
     if hasattr(signal, "SIGXFSZ"):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file raises OSError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a file above the limit raises OSError
     budget.enforce()
     try:
         for result in function(*args):
@@ -123,7 +124,7 @@ def _said(error: Exception, budget: Budget) -> str:
 
 
 def _died(process: Any, budget: Budget) -> str:
-    """Why a process ended without a result: usually, a library aborts when it can't allocate memory."""
+    """Why a process ended without a result. Usually, a library aborted because it couldn't allocate memory."""
     process.join()
     if process.exitcode == -getattr(signal, "SIGXCPU", 0):
         return f"{budget.too_slow()} {REMEDY}"

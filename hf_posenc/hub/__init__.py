@@ -1,1 +1,1 @@
-"""Publishing on the Hugging Face Hub: pushes, model cards, results of evaluations."""
+"""Publishing on the Hugging Face Hub: uploads, model cards, and evaluation results."""

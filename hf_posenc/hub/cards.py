@@ -1,4 +1,4 @@
-"""Generates the model card from a model's config and its evaluation."""
+"""Model cards, generated from a model's config and its evaluation."""
 
 import hashlib
 import os
@@ -35,16 +35,16 @@ TASKS = {
     "AutoModelForTokenClassification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "token-classification"),
     "AutoModelForQuestionAnswering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING", "question-answering"),
 }
-"""Auto class -> the name of its mapping in Transformers, and the Hub's name of its task (for text input)."""
+"""Auto class -> the name of its mapping in Transformers, and the Hub's task name for models with text input."""
 SIGNATURE = "<!-- hf_posenc.push_to_hub {}: edit this card, and later pushes leave it as it is -->\n"
 INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata copied from the base model's card."""
 GENERATED = ("base_model", "base_model_relation", "datasets", "library_name", "metrics", "model-index", "pipeline_tag", "tags")
-"""Metadata generated for every card; all other entries of an existing card are kept."""
+"""Metadata generated for every card. All other entries of an existing card are kept."""
 HEADLINE = ("mrr", "accuracy", "macro_f1", "f1", "exact_match", "perplexity", "loss")
-"""The metric that a card shows is the first of these that was measured."""
+"""Metrics by priority. Each table of a card shows the first one that was measured."""
 LABELS = 20
-"""The number of labels that a card lists."""
+"""Maximum number of labels listed in a card."""
 NO_LENGTH = ("", 0)
 """The column of results without a length."""
 
@@ -57,18 +57,21 @@ def model_card(
     figures: Sequence[str] = (),
     metadata: dict[str, Any] | None = None,
 ) -> str:
-    """The text of a model's README.md.
+    """Generate the text of a model's README.md.
 
     Args:
-        model: patched or not, a `PositionEmbedding`, or the folder or Hub id of one (its config is read, no weights).
+        model: a patched or original model, a `PositionEmbedding`, or the local directory or Hub ID of one. From a directory or
+            Hub ID, only the config is read, without weights.
         repo_id: "name" or "namespace/name" from which the model will be loaded.
-        evaluation: the content of evaluation.json; None: the file in the model's folder, if there is one.
-        figures: names of images in the same folder as the card.
-        metadata: further entries of the card's YAML header, such as license and language; and `base_model`, the id of the
-            model that this one was made from. Default: the host in the config, if it is of the form "namespace/name".
+        evaluation: the content of evaluation.json. Default: the file in the model's local directory, if it exists.
+        figures: names of images in the same directory as the card.
+        metadata: additional entries of the card's YAML header, such as license and language. `base_model` is the ID of the
+            model that this one was made from. Its default is the original model in the config, if that name has the form
+            "namespace/name".
 
     Raises:
-        ValueError: a malformed repo_id, evaluation or figure; a model without a known source of position.
+        ValueError: repo_id, the evaluation, a figure, or the metadata is invalid, or the model has no known positional
+            component.
     """
     validate_repo_id(repo_id)
     for figure in figures:
@@ -116,7 +119,7 @@ def model_card(
 
 
 def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """A model on the meta device, with the head that its config names."""
+    """Build a model on the meta device, with the head that its config names."""
     config = load_config(folder)
     cls: Any = architecture(config)
     with torch.device("meta"), explained(f"the model of {folder}"):
@@ -124,7 +127,7 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
 
 def architecture(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that a config names in `architectures`, ours or Transformers'. None if there is none of that name."""
+    """The class that a config names in `architectures`, from this package if the model is patched. None if it doesn't exist."""
     name = (config.architectures or [""])[0]
     cls = getattr(derived if hasattr(config, "position_encoding") else transformers, name, None) if name else None
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
@@ -136,13 +139,13 @@ def user_classes(encoding: str) -> list[type]:
 
 
 def host_name(model: PreTrainedModel) -> str | None:
-    """The name or path from which a patched model's host was loaded."""
+    """The name from which a patched model's original was loaded. None if it isn't known."""
     spec = getattr(model.config, "position_spec", None)
     return (spec and spec.original and spec.original.name_or_path) or None
 
 
 def _base_model(model: PreTrainedModel) -> str | None:
-    """The host's id, unless its name could be that of a local folder."""
+    """The name of the original model if it has the form of a Hub ID with a namespace. Other names may be local directories."""
     name = host_name(model)
     return name if name and HUB_ID.fullmatch(name) else None
 
@@ -150,7 +153,7 @@ def _base_model(model: PreTrainedModel) -> str | None:
 def _auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model with its head."""
     name = type(model).__name__
-    # A model loaded with trust_remote_code has a class of its own: take ours of the same name.
+    # A model loaded with trust_remote_code has another class than `derived`, with the same name.
     cls: Any = getattr(derived, name) if name.startswith(derived.PREFIX) else type(model)
     for auto, (mapping, _) in TASKS.items():
         if getattr(transformers, mapping).get(cls.config_class or type(model.config), None) is cls:
@@ -159,21 +162,21 @@ def _auto_class(model: PreTrainedModel) -> str | None:
 
 
 def _remote_auto_class(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model with trust_remote_code; None if its code isn't saved with it."""
+    """The Auto class that loads a model with trust_remote_code. None if its code isn't saved with it."""
     auto_map = getattr(model.config, "auto_map", None) or {}
     found = [auto for auto, name in auto_map.items() if str(name).rpartition(".")[2] == type(model).__name__]
     return min(found, key=lambda auto: auto not in TASKS, default=None)
 
 
 def _unit(model: PreTrainedModel) -> str:
-    """What the stack with the encoding counts as positions."""
+    """What the patched encoder or decoder counts as positions: "tokens", "patches", or "positions"."""
     stack: Any = next(filter(is_patched, model.modules()), model)
     names = {"input_ids": "tokens", "inputs_embeds": "tokens", "pixel_values": "patches"}
     return names.get(stack.main_input_name, "positions")
 
 
 def _purpose(model: PreTrainedModel, report: Report, name: str, base: str | None) -> str:
-    """One sentence: which model, which encoding, which maximum length."""
+    """One sentence with the model, its encoding, and its maximum length."""
     made = f"a `{report.model_class}`" if base is None else f"[{base}](https://huggingface.co/{quote(base)})"
     encodings = " and ".join(f"`{each}`" for each in dict.fromkeys(report.encoding.split("+")))
     limit = "no limit on the length of its input" if report.max_length is None else _length(model, report)
@@ -258,7 +261,7 @@ def _fenced(language: str, *lines: str) -> list[str]:
 
 
 def _results(evaluation: dict[str, Any]) -> list[str]:
-    """The section of results: one table per task and dataset, of one metric, with models by input length."""
+    """The results section. It has one table per task and dataset, with one metric of each model by input length."""
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for result in evaluation["results"]:
         groups.setdefault(table_key(result), {}).setdefault(result["metric"], []).append(result)
@@ -324,7 +327,7 @@ def _eval_result(result: dict[str, Any]) -> EvalResult:
     dataset, about = result["dataset"], {key: result[key] for key in ("length", "interval", "count", "seeds")}
     return EvalResult(
         task_type=result["task"],
-        # model-index requires an id. Without one, sentence-transformers derives it from the name, too.
+        # model-index requires an ID. sentence-transformers also derives a missing one from the name.
         dataset_type=dataset["id"] or re.sub(r"\W+", "-", dataset["name"].lower()).strip("-"),
         dataset_name=dataset["name"],
         dataset_config=dataset["config"],
@@ -338,8 +341,11 @@ def _eval_result(result: dict[str, Any]) -> EvalResult:
 
 
 def replaceable(card: str) -> dict[str, Any] | None:
-    """The metadata to keep if a card may be overwritten: it is empty, unedited since we generated it, or has metadata alone.
-    None for a card that was written or edited by hand, or whose metadata can't be read or kept."""
+    """The metadata to keep if a card may be overwritten. None for other cards.
+
+    A card may be overwritten if it is empty, generated by this package and unedited, or contains only metadata. A card whose
+    metadata can't be read or kept may not.
+    """
     own = card == _signed(card.rpartition("<!--")[0])
     if not own and REGEX_YAML_BLOCK.sub("", card, count=1).strip():
         return None
@@ -347,7 +353,7 @@ def replaceable(card: str) -> dict[str, Any] | None:
         metadata = ModelCard(card).data.to_dict() if card else {}
         kept = {key: value for key, value in metadata.items() if key not in GENERATED}
         ModelCardData(**kept).to_yaml().encode()
-    except Exception:  # YAML of anybody's: malformed, nested too deeply, keys that are no texts, …
+    except Exception:  # any YAML: malformed, nested too deeply, with keys that aren't strings, …
         return None
     return kept if own or (kept == metadata and not {"model_name", "eval_results"} & kept.keys()) else None
 

@@ -1,6 +1,6 @@
-"""One commit to the Hub. A commit whose reply was lost isn't made twice.
+"""One commit to the Hub. A commit whose response was lost isn't made twice.
 
-The client itself retries neither the creation of a repo nor a commit.
+huggingface_hub retries neither the creation of a repository nor a commit.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,14 @@ from huggingface_hub.utils.sha import git_hash
 from hf_posenc.hub.requests import TRANSIENT, HubSession, status_of
 
 LARGE = 2**20
-"""Bytes from which a text file is uploaded by itself, as binary files are."""
+"""Size in bytes from which a text file is uploaded separately, as binary files are."""
 
 
 class Api(HfApi):
-    """The Hub's API, with uploads one by one in the calling thread, to which the time limits of a push belong."""
+    """The Hub's API, with binary and large files uploaded one by one in the calling thread.
+
+    The time limits of a push apply only to that thread.
+    """
 
     def preupload_lfs_files(self, repo_id: str, additions: Iterable[CommitOperationAdd], **options: Any) -> None:
         texts: list[CommitOperationAdd] = []
@@ -36,7 +39,7 @@ class Api(HfApi):
 class PendingCommit:
     """Additions and deletions to be made in a single commit on top of the commit `parent`.
 
-    revision: a branch or "refs/pr/N"; None: main.
+    revision: a branch or "refs/pr/N". None for main.
     create_pr: open a pull request against `revision` instead.
     """
 
@@ -51,18 +54,18 @@ class PendingCommit:
     parent: str | None
 
     def commit(self) -> CommitInfo:
-        """A new commit with the change, or the existing one.
+        """Make a commit with the change, or return the existing one.
 
         Raises:
-            HfHubHTTPError: the Hub refused; with status 412, another commit is on top of `parent`.
-            ValueError, ConnectionError, TimeoutError, OSError: as `Requests.send`.
+            HfHubHTTPError: the Hub rejected a request. With status 412, another commit is on top of `parent`.
+            ValueError, ConnectionError, TimeoutError, OSError: as `HubSession.send`.
         """
         if self.create_pr and (stored := self._stored()):
             return stored
         return self.requests.send(self._create, self._recovered)
 
     def _create(self) -> CommitInfo:
-        # Not upload_folder, which may spread files over several commits.
+        # upload_folder may divide the files among several commits.
         commit = self.api.create_commit(
             self.repo_id,
             [*self.deletions, *self.additions],
@@ -75,7 +78,7 @@ class PendingCommit:
         return commit
 
     def _recovered(self, error: Exception) -> CommitInfo | None:
-        """The commit if it was made although its request failed: the reply may be lost."""
+        """The commit if it was made although its request failed, because the response may have been lost."""
         status = status_of(error)
         if status not in (None, 412, *TRANSIENT):
             return None
@@ -101,7 +104,7 @@ class PendingCommit:
         return None
 
     def _head_with_it(self, revision: str | None) -> str | None:
-        """The head's id, if it contains the change."""
+        """The ID of the head if it contains the change."""
         head = self.api.model_info(self.repo_id, revision=revision, files_metadata=True)
         there = {file.rfilename: file for file in head.siblings or ()}
 
@@ -117,7 +120,7 @@ class PendingCommit:
 
 
 def commit_id(given: Any) -> str:
-    """Raises ValueError for anything but a commit's id in an answer of the Hub."""
+    """A commit ID from a response of the Hub. Raises ValueError for anything else."""
     if not isinstance(given, str) or not REGEX_COMMIT_OID.fullmatch(given):
         raise ValueError(f"{given!r:.80} isn't a commit ID.")
     return given

@@ -1,6 +1,7 @@
-"""The evaluation of a model, evaluation.json in its folder: its schema, its checks, the Hub's result files.
+"""The schema and validation of evaluation.json, which contains a model's evaluation, and the Hub's result files.
 
-The model card and push_to_hub read the file; the training scripts write it. docs/reference/hub.md has an example.
+The training scripts write evaluation.json to the model's directory. The model card and push_to_hub read it.
+docs/reference/hub.md has an example.
 """
 
 import re
@@ -13,11 +14,11 @@ from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
 EVALUATION = "evaluation.json"
 LARGEST = 2**63 - 1
-"""The largest integer that other programs read."""
+"""The largest 64-bit signed integer, because other programs can't read larger ones."""
 
 
 class Entry(NamedTuple):
-    """The schema of an entry: the allowed values in words and as a check, and the default where it is absent or null."""
+    """The schema of an entry: a description and a check of its allowed values, and its default if it is absent or null."""
 
     allowed: str
     accepts: Callable[[Any], bool]
@@ -26,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    # NaN isn't smaller than anything, and integers are compared without a conversion, which overflows.
+    # NaN fails the comparison. Integers are compared without a conversion to float, which could overflow.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -43,7 +44,7 @@ def _is_interval(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    # Lone surrogates, which JSON can hold, can't be written in UTF-8.
+    # JSON can contain lone surrogates, which UTF-8 can't represent.
     return isinstance(value, str) and bool(value.strip()) and value.encode(errors="ignore").decode() == value
 
 
@@ -76,21 +77,25 @@ RESULT = {
 
 
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:
-    """Validates the content of evaluation.json and fills in all missing entries.
+    """Validate the content of evaluation.json and fill in all missing entries.
 
-    Access tokens are removed from all texts, and the folders of absolute paths. Figures have 15 significant digits.
+    Access tokens and the directories of absolute paths are removed from all texts. Values are rounded to 15 significant digits.
 
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
-    - results: one entry per measured value: `model` (a name), `this` (whether it is the card's own model; the tables show
-      the others for comparison), `task`, `dataset`, `metric`, `value`, and optionally `interval` (95%: low, high), `length`
-      (of the input, in `unit`; "tokens" by default), `count` (number of queries or examples) and `seeds` (of the runs
-      averaged in the value). A result's dataset may have a `task_id`, the name of the task in a benchmark on the Hub (see
-      `result_files`).
+    - results: one entry per measured value:
+        - `model`: a name.
+        - `this`: whether it is the model of the card. The tables show other models for comparison.
+        - `task`, `dataset`, `metric`, `value`. The dataset may have a `task_id`, the name of the task in a benchmark on the Hub
+          (see `result_files`).
+        - `interval` (optional): the 95% interval, [low, high].
+        - `length` (optional): input length in `unit`, by default "tokens".
+        - `count` (optional): number of queries or examples.
+        - `seeds` (optional): seeds of the runs whose mean the value is.
     - notes: sentences shown below the tables.
 
     Raises:
-        ValueError: names the entry which is missing, unknown, of the wrong type, not finite, or duplicated.
+        ValueError: an entry is missing, unknown, of the wrong type, not finite, or duplicated. The message names it.
     """
     checked = _checked(evaluation, FILE, EVALUATION)
     checked["notes"] = [*map(_public, checked["notes"])]
@@ -140,18 +145,18 @@ def _shown(value: Any) -> str:
         text = _without_tokens(repr(value))
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply"
-    except ValueError:  # Python shows no integers of more than 4,300 digits
+    except ValueError:  # Python doesn't convert integers of more than 4,300 digits to text
         return f"a {type(value).__name__} with too many digits"
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _rounded(value: float) -> float:
-    """A figure without the last bits of a computation: 0.104 for 0.10400000000000001."""
+    """A value without rounding errors: 0.104 for 0.10400000000000001."""
     return value if isinstance(value, int) else float(f"{value:.15g}")
 
 
 SECRETS = (
-    # Flags (--hub_token, but not --pad_token), variables set before the command, and tokens of the Hub anywhere.
+    # Flags (--hub_token, but not --pad_token), environment variables set before the command, and Hub tokens anywhere.
     r"""\s--?(?:(?:(?:hub|hf|api|auth|access)[_-])?token|[\w-]*(?:api[_-]?key|password|secret))[ =]+('[^']*'|"[^"]*"|\S+)""",
     r"""\b\w*(?:TOKEN|KEY|PASSWORD|SECRET)=('[^']*'|"[^"]*"|\S+)\s*""",
     r"\b(?:hf|api_org)_\w*[A-Za-z0-9]{16,}\w*",
@@ -159,45 +164,45 @@ SECRETS = (
 
 
 FOLDERS = r"""(?<![^\s'"=,(\[:])(?:~?/(?:[^\s/'"]+/)*(?=[^\s/'"])|(?:~|[A-Za-z]:)\\(?:[^\s\\'"]+\\)*(?=[^\s\\'"]))"""
-"""The folders of an absolute path, which say who trained a model and where."""
+"""The directories of an absolute path, which reveal who trained a model and where."""
 
 
 def _public(text: str) -> str:
-    """A text without access tokens, keys and passwords, and with the last part alone of absolute paths."""
+    """A text without access tokens, keys, passwords, and the directories of absolute paths."""
     return re.sub(FOLDERS, "", _without_tokens(text))
 
 
 def _without_tokens(text: str) -> str:
-    """A text, such as a command line, without access tokens, keys and passwords."""
+    """A text, such as a command line, without access tokens, keys, and passwords."""
     for secret in SECRETS:
         text = re.sub(secret, "", text)
     return text
 
 
 def table_key(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Task and dataset of a result. Results with the same key are shown together, in one table per metric."""
+    """The task and dataset of a result. Results with the same key can be shown in one table."""
     return (result["task"], *(result["dataset"][name] for name in ("name", "id", "config", "split", "revision")))
 
 
 def shown_length(result: dict[str, Any]) -> str:
-    """The input length of a result with its unit, as in "512 tokens"."""
+    """The input length of a result with its unit, such as "512 tokens"."""
     return f"{result['length']} {result['unit']}"
 
 
 def metric_name(result: dict[str, Any]) -> str:
-    """The metric with the input length and the number of seeds, as in "mrr, 512 tokens, mean of 3 seeds"."""
+    """The metric with the input length and the number of seeds, such as "mrr, 512 tokens, mean of 3 seeds"."""
     length = f", {shown_length(result)}" if result["length"] else ""
     return result["metric"] + length + (f", mean of {len(result['seeds'])} seeds" if result["seeds"] else "")
 
 
 def result_files(evaluation: Any) -> dict[str, str]:
-    """Path -> text of the Hub's evaluation-result files, which hold the model's own results on the Hub's benchmarks.
+    """Path -> text of the Hub's evaluation-result files, which contain the model's results on benchmarks of the Hub.
 
-    Included are results with `this` whose dataset has an `id` and a `task_id`. The format can't represent others; the card
-    shows them in its tables and its model-index.
+    They include results with `this` whose dataset has an `id` and a `task_id`. The format can't represent other results, which
+    the card shows in its tables and its model-index.
 
     Raises:
-        ValueError: as `checked_evaluation`, or two results for one task of a benchmark.
+        ValueError: the evaluation is invalid (see `checked_evaluation`), or has two results for one task of a benchmark.
     """
     entries: dict[str, dict[str, EvalResultEntry]] = {}
     for i, result in enumerate(checked_evaluation(evaluation)["results"]):

@@ -1,4 +1,4 @@
-"""push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
+"""push_to_hub uploads weights, config, code, tokenizer, card, evaluation, and figures in one commit."""
 
 import json
 import logging
@@ -57,41 +57,47 @@ def push_to_hub(
     timeout: float = 60.0,
     deadline: float = 6 * 3600.0,
 ) -> CommitInfo | Path:
-    """Upload a model, patched or not, or a `PositionEmbedding`, with all its files and a card, in one commit.
+    """Upload a patched or original model, or a `PositionEmbedding`, with all its files and a model card, in one commit.
 
-    Requests are retried with exponential backoff on silence, unreadable answers, 429 and 5xx. A README.md that was written or
-    edited by hand is kept. Files of an earlier push (shards, code, figures, evaluation) that this one lacks are deleted. If
+    Requests are retried with exponential backoff on timeouts, invalid responses, 429, and transient 5xx. A manually written or
+    edited README.md is kept. Files of earlier pushes (shards, code, figures, evaluation) that this one lacks are deleted. If
     nothing has changed, no commit is made.
 
-    Offline (HF_HUB_OFFLINE=1) nothing is sent: the files are written to a folder, and a log line says how to push it.
+    Offline (HF_HUB_OFFLINE=1), nothing is uploaded. The files are written to a local directory, and a log message contains the
+    commands that push them later.
 
     Args:
-        repo_id: "name" or "namespace/name"; created if it doesn't exist.
-        tokenizer: uploaded with `model_max_length` set to the model's usable length; the object itself isn't changed.
-        evaluation: the content of evaluation.json, or the path of such a file: shown in the card, and uploaded as
+        model: a complete Transformers model, not wrapped and without adapters.
+        repo_id: "name" or "namespace/name". The repository is created if it doesn't exist.
+        tokenizer: uploaded with `model_max_length` set to the model's maximum length. The object itself isn't changed.
+        evaluation: the content of evaluation.json, or the path of such a file. The card shows it, and it is uploaded as
             evaluation.json and .eval_results.
-        figures: images, uploaded beside the card under their file names.
-        private: whether a new repo is private; None: the namespace's default.
-        revision: the branch, created from main if it doesn't exist; None: main. "refs/pr/N" adds to a pull request.
-        create_pr: open a pull request against `revision` instead. An open one with the same content is returned.
-        save_directory: folder that gets a copy of the files. Offline, None is the repo's name in the current directory.
-        token: None: that of `hf auth login` or HF_TOKEN.
-        timeout: seconds of silence after which a request has failed: while connecting, sending or receiving. A slow upload is
-            not silent.
-        deadline: seconds for the whole push, with retries and pauses.
+        figures: paths of images. They are uploaded next to the card under their file names.
+        private: whether a new repository is private. Default: the namespace's setting.
+        revision: a branch, or "refs/pr/N" to add a commit to a pull request. Default: main. A missing branch is created from
+            main unless `create_pr` is set.
+        create_pr: open a pull request against `revision` instead. If one with the same title and content is open, it is
+            returned.
+        commit_message: default: the model's class and encoding.
+        save_directory: local directory for a copy of the files. Offline, the default is the repository's name in the current
+            directory.
+        token: default: the token of `hf auth login` or HF_TOKEN.
+        timeout: maximum seconds without data while connecting, sending, or receiving. It doesn't limit a slow upload.
+        deadline: maximum seconds for the whole push, with retries and pauses.
 
     Returns:
-        The commit, or the head if nothing has changed. Offline: the folder.
+        The commit, or the head of the branch if nothing has changed. Offline, the local directory.
 
     Raises:
-        ValueError: before anything is sent: an incomplete model, not a tokenizer, a malformed evaluation, figure, repo_id, time
-            limit or commit message, no token; an access token or a path of this machine in what would be pushed; a
-            save_directory with other content. Before any file is sent: `private` differs from the existing repo; `revision` is
-            a tag or a commit; the Hub refuses the card's metadata.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refused, or somebody else pushed in between; nothing was committed.
-        ConnectionError: the Hub can't be reached, or doesn't answer as a Hub does.
-        TimeoutError: the deadline has passed. The same push again goes on, and makes no second commit.
-        OSError: a local file can't be read or written. (The three above are OSErrors, too.)
+        ValueError: the model is incomplete, an argument is invalid, or no token was found. The upload would contain an access
+            token or a local path. `save_directory` contains other files. `private` differs from the existing repository.
+            `revision` is a tag, a commit, or a missing branch for a pull request. The Hub rejects the card's metadata. In
+            all these cases, nothing was uploaded.
+        huggingface_hub.errors.HfHubHTTPError: the Hub rejected a request, or someone else pushed a commit first. Nothing was
+            committed.
+        ConnectionError: the Hub can't be reached, or its responses are invalid.
+        TimeoutError: the deadline has passed. Another push with the same content resumes, and makes no second commit.
+        OSError: a local file can't be read or written. The three errors above are also OSErrors.
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -115,7 +121,7 @@ def push_to_hub(
         folder = Path(name)
         try:
             model.save_pretrained(folder)
-        except SafetensorError as error:  # what safetensors makes of a full disk
+        except SafetensorError as error:  # raised by safetensors if the disk is full
             raise OSError(f"The model can't be saved in {folder}: {error}") from error
         if tokenizer is not None:
             tokenizer = copied(tokenizer)
@@ -196,14 +202,14 @@ def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _checked_token(token: str | None) -> str | None:
-    # The client's own error would contain the token.
+    # The client's error message would contain the token.
     if token and not re.fullmatch("[!-~]+", token):
         raise ValueError("The token contains a space or a non-ASCII character. Copy it again from your account settings.")
     return token
 
 
 def _folders(model: Any, tokenizer: Any, evaluation: Any, images: Iterable[Path]) -> list[str]:
-    """The folders on this machine from which the parts of a push were loaded."""
+    """The local directories from which the parts of a push were loaded."""
     loaded = [str(part.name_or_path) for part in (model, tokenizer) if getattr(part, "name_or_path", None)]
     files = [Path(file) for file in (*images, *([] if isinstance(evaluation, dict | None) else [evaluation]))]
     return [folder for folder in (*loaded, *(str(file.parent) for file in files)) if os.path.isdir(folder)]
@@ -214,7 +220,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
-    """Copies the folder, with a card, to `keep_in`."""
+    """Copy the directory, with a card, to `keep_in`."""
     if keep_in.exists() and not keep_in.is_dir():
         raise ValueError(f"{keep_in} is a file. Choose another save_directory.")
 
@@ -241,7 +247,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
 def _commands(
     modules: list[str], folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool
 ) -> tuple[str, str]:
-    """Commands that push the folder later: with this package (which generates a new card), and unchanged."""
+    """Two commands that push the directory later: with a new card generated by this package, and unchanged."""
     options = [f"--revision={revision}"] * (revision is not None) + ["--create-pr"] * create_pr
     ours = ["--private" if private else "--public"] * (private is not None) + options
     theirs = ["--private"] * bool(private) + options

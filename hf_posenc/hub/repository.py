@@ -1,4 +1,4 @@
-"""What the repository of a push has already, and its base model: branches, an earlier push's files, metadata of cards."""
+"""State of the Hub before a push: branches and files of the repository, and metadata of the existing and the base card."""
 
 import contextlib
 import re
@@ -18,13 +18,14 @@ from hf_posenc.hub.requests import HubSession
 from hf_posenc.serialization.saved_files import parsed_json
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
-"""Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
+"""Files that are deleted if the new push lacks them. An old model.safetensors would be loaded instead of new shards."""
 
 
 def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: HubSession | None = None) -> dict[str, Any]:
-    """The card's metadata about the host: its id, licence and language.
+    """The card's metadata about the original model: its ID, license, and language.
 
-    The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
+    The name of a local directory may have the form of an ID. Therefore the ID is None unless the Hub has it, or, offline, the
+    local cache.
     """
     name = host_name(model)
     if not name or not (api and requests or isinstance(try_to_load_from_cache(name, "config.json"), str)):
@@ -41,7 +42,7 @@ def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: HubS
 
 
 def _inherited(api: Api, name: str) -> dict[str, Any]:
-    """The metadata that a card takes from the base model's: texts and lists of texts, whatever else is there."""
+    """The metadata that a card inherits from the base model's card. Only strings and lists of strings are inherited."""
     card = api.model_info(name).card_data
     found = {key: card.get(key) for key in INHERITED if card}
     lists = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
@@ -49,7 +50,7 @@ def _inherited(api: Api, name: str) -> dict[str, Any]:
 
 
 def merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The host's metadata, overridden by that kept from an earlier card. The licence is taken whole from one of them."""
+    """Metadata of the original model, overridden by that of an earlier card. All license entries come from the same card."""
     inherited = {key: value for key, value in base.items() if not ("license" in kept and key.startswith("license"))}
     return {**inherited, **kept}
 
@@ -57,8 +58,10 @@ def merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
 def earlier_push(
     present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The metadata to keep of the existing card (None if it was written by hand), and the files to delete: those that an
-    earlier push wrote and the new one lacks."""
+    """The metadata to keep of the existing card, and the files of earlier pushes to delete because the new one lacks them.
+
+    The metadata are None if the existing card must not be overwritten.
+    """
     present = set(present)
     written = {path for path in present if WRITTEN.fullmatch(path)}
     try:
@@ -68,7 +71,7 @@ def earlier_push(
         return None, sorted(written.difference(new))
     if (kept := replaceable(card)) is not None:
         written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
-    with contextlib.suppress(ValueError):  # an evaluation.json of another origin
+    with contextlib.suppress(ValueError):  # no evaluation.json, or one from another tool
         written |= {EVALUATION, *result_files(parsed_json(measured))}
     return kept, sorted((written & present).difference(new))
 

@@ -1,7 +1,7 @@
-"""Requests to the Hub: limited in time, and retried with exponential backoff.
+"""Requests to the Hub with time limits and exponential backoff.
 
-The client that huggingface_hub shares among all threads has no time limit, and sleeps for as long as a server asks. It gets two
-event hooks, which act on the requests of a push alone.
+huggingface_hub shares one client among all threads. This client has no time limit, and sleeps for as long as a server asks.
+Two event hooks are added to it, which affect only the requests of a push.
 """
 
 import logging
@@ -28,7 +28,7 @@ from huggingface_hub.utils import hf_raise_for_status, parse_ratelimit_headers
 ATTEMPTS = 6
 """Maximum attempts per request."""
 PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Seconds before the second attempt, doubled after each; and the maximum, since the Hub's rate limits are per 300 s."""
+"""Seconds before the second attempt, doubled for each further one, and the maximum. The Hub's rate limits are per 300 s."""
 TRANSIENT = (429, 500, 502, 503, 504)
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class HubSession:
     """The requests of one push.
 
-    timeout: seconds of silence, while connecting, sending or receiving, after which a request has failed.
-    deadline: seconds from now on for all requests, with retries and pauses.
+    timeout: maximum seconds without data while connecting, sending, or receiving.
+    deadline: maximum seconds from now for all requests, with retries and pauses.
 
     Raises ValueError unless both are positive numbers.
     """
@@ -51,17 +51,18 @@ class HubSession:
         self.timeout, self.deadline, self.end = timeout, deadline, time.monotonic() + deadline
 
     def send(self, request: Callable[[], T], recovered: Callable[[Exception], T | None] = lambda error: None) -> T:
-        """The result of a request, retried on silence, cut connections, unreadable answers, 429 and 5xx.
+        """The result of a request, retried on timeouts, lost connections, invalid responses, 429, and transient 5xx.
 
         Args:
-            request: calls of huggingface_hub alone: any error that it doesn't document counts as an unreadable answer.
-            recovered: called with the error of each failed attempt; its result, if any, replaces that of the request.
+            request: calls only huggingface_hub, because any error that huggingface_hub doesn't document counts as an invalid
+                response.
+            recovered: called with the error of each failed attempt. Its result, if any, replaces that of the request.
 
         Raises:
-            ValueError: what was to be sent is malformed.
-            HfHubHTTPError: the Hub refused.
-            ConnectionError: no answer, or none that a Hub gives, in ATTEMPTS attempts.
-            TimeoutError: the deadline.
+            ValueError: the input is malformed.
+            HfHubHTTPError: the Hub rejected the request.
+            ConnectionError: the Hub gave no valid response in ATTEMPTS attempts.
+            TimeoutError: the deadline has passed.
             OSError: a local file can't be read or written.
         """
         attempt = 0
@@ -78,9 +79,9 @@ class HubSession:
                 self._pause(error, attempt)
 
     def _result(self, request: Callable[[], T]) -> T:
-        """Runs the request in a thread, which is left behind at the deadline: name resolution and hf_xet can't be stopped.
+        """Run the request in a thread that is abandoned at the deadline, because name resolution and hf_xet can't be stopped.
 
-        Its hooks let no further request of that thread through.
+        The hooks then block further requests of that thread.
         """
         for kind, hook in (("request", _limit), ("response", _refuse_to_sleep)):
             if hook not in (hooks := get_session().event_hooks[kind]):
@@ -116,7 +117,7 @@ class HubSession:
         )
 
     def _pause(self, error: Exception, attempt: int) -> None:
-        """Waits before the next attempt. Raises after the last one, and if a retry can't help or would come too late."""
+        """Wait before the next attempt. Raises if this was the last one, or if a retry can't help or would come too late."""
         status = status_of(error)
         if status is not None and status not in TRANSIENT:
             raise error
@@ -125,7 +126,7 @@ class HubSession:
                 again = "push again later, what is uploaded won't be sent twice"
                 error.append_to_message(f"\nThat was attempt {ATTEMPTS}: {again}")
                 raise error
-            said = str(error).encode(errors="backslashreplace").decode()[:200]  # partly by a server
+            said = str(error).encode(errors="backslashreplace").decode()[:200]  # a server controls part of this text
             how = f"({said})" if isinstance(error, HTTPError) else f"as a Hub does ({type(error).__name__}: {said})"
             raise ConnectionError(
                 f"The Hub didn't answer {how} in {ATTEMPTS} attempts. Push again later, or set HF_HUB_OFFLINE=1 to write all "
@@ -135,7 +136,7 @@ class HubSession:
         pause = min(max(PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0), requested), LONGEST_PAUSE)
         if pause >= self.left():
             raise self.late() from error
-        # Without the error's text, which a server chooses.
+        # A server controls the error's text, so it isn't logged.
         reason = type(error).__name__ if status is None else f"status {status}"
         logger.warning("The Hub: %s. Attempt %d of %d in %.1f s.", reason, attempt + 1, ATTEMPTS, pause)
         time.sleep(pause)
@@ -146,7 +147,7 @@ LIMITS: ContextVar[HubSession | None] = ContextVar("hf_posenc_requests", default
 
 
 def _limit(request: Any) -> None:
-    """Hook of the shared client: the time limits of a push, for its own requests."""
+    """Hook of the shared client that sets the time limits of a push for its requests."""
     if (push := LIMITS.get()) is not None:
         if push.left() <= 0:
             raise push.late()
@@ -156,7 +157,10 @@ def _limit(request: Any) -> None:
 
 
 def _refuse_to_sleep(response: Any) -> None:
-    """Hook of the shared client: the client would sleep for as long as the server asks. `Requests` does so within limits."""
+    """Hook of the shared client that raises where the client would sleep for as long as the server asks.
+
+    `HubSession` sleeps within its limits.
+    """
     if LIMITS.get() is not None and response.status_code in TRANSIENT and _retry_after(response.headers) > 0:
         response.read()
         hf_raise_for_status(response)
@@ -167,22 +171,22 @@ def status_of(error: Exception) -> int | None:
 
 
 def _reason(error: Exception) -> Exception:
-    """The error behind those that huggingface_hub wraps around failed uploads and look-ups in the cache."""
+    """The original error, because huggingface_hub wraps those of failed uploads and cache lookups."""
     while isinstance(error, (RuntimeError, LocalEntryNotFoundError)) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _is_of_the_hub(error: Exception) -> bool:
-    """Whether the Hub or the network failed, rather than what was to be sent, or this machine."""
+    """Whether the Hub or the network caused an error, not malformed input or this machine."""
     malformed = isinstance(error, (HFValidationError, Warning)) or isinstance(error.__cause__, BadRequestError)
-    # huggingface_hub also raises OSErrors for unreadable answers; those of the operating system have a number.
+    # huggingface_hub also raises OSErrors for invalid responses. Those of the operating system have an errno.
     local = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno is not None)
     return isinstance(error, (HTTPError, ConnectionError)) or not (malformed or local)
 
 
 def _retry_after(headers: Any) -> float:
-    """Seconds to wait by the Hub's rate-limit header, else by Retry-After (a number or a date); 0 without either."""
+    """Seconds to wait from the Hub's rate-limit header, or from Retry-After (a number or a date). 0 without either."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)

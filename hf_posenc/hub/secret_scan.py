@@ -1,4 +1,4 @@
-"""What must not leave this machine with a model: access tokens, and paths of its folders."""
+"""Rejects uploads that contain access tokens or local paths."""
 
 import json
 import os
@@ -19,24 +19,28 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 HOME = rb"/(?:home|Users)/[^/\s\"'<>]+|[A-Za-z]:\\{1,2}Users\\{1,2}[^\\\s\"'<>]+"
-"""Home folders, of whichever machine."""
+"""Home directories of any user and machine."""
 VALUE = re.compile(rb'"(?:/[^"/\s]+/[^"\n]*|[A-Za-z]:\\\\[^"\n]*)"')
-"""An absolute path as a value in JSON."""
+"""A JSON string that is an absolute path."""
 LONGEST_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file, by its specification."""
+"""Maximum size in bytes of the header of a safetensors file, from its specification."""
 
 
 def refuse(texts: Mapping[str, bytes], token: str | None, folders: Iterable[str | os.PathLike[str]]) -> None:
-    """Raises ValueError if a text has a token or a path of this machine in it.
+    """Raises ValueError if a text contains an access token or a local path.
 
-    Searched for are `token`, in binary files too, and what is shaped like one of a well-known service; paths within the home
-    folder (of anybody), the current and the temporary folder, and `folders`; and any absolute path that is a value in a config.
+    It searches for:
+
+    - `token`, also in binary files
+    - tokens and keys in the formats of well-known services
+    - home directories of any user, and paths in the current directory, the temporary directory, and `folders`
+    - in configs, all values that are absolute paths
     """
     paths = re.compile(rb"(?<![\w.~-])(?:%b|(?:%b)(?=[/\\][\w.~-]))" % (HOME, b"|".join(map(re.escape, _spellings(folders)))))
     for name, text in texts.items():
         if token and token.encode() in text:
             raise ValueError(f"{name} contains your Hub token, so nothing was uploaded. Remove the token, and revoke it.")
-        if b"\0" in text[:8192]:  # no text; the rest would be found by chance
+        if b"\0" in text[:8192]:  # a binary file, in which the patterns would match by chance
             continue
         if found := TOKEN.search(text):
             raise ValueError(
@@ -53,7 +57,7 @@ def refuse(texts: Mapping[str, bytes], token: str | None, folders: Iterable[str 
 
 
 def _spellings(folders: Iterable[str | os.PathLike[str]]) -> list[bytes]:
-    """Absolute paths of folders, as texts and JSON have them. A file system's root is none: everything begins with it."""
+    """Absolute paths of directories, plain and JSON-escaped. A root is excluded, because all absolute paths begin with it."""
     known = [Path(folder).absolute() for folder in (os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), *folders)]
     names = {str(path) for folder in known for path in (folder, folder.resolve()) if path != Path(path.anchor)}
     spelled = {spelling for name in names for spelling in (name, json.dumps(name)[1:-1])}
@@ -65,7 +69,7 @@ def _line(text: bytes, place: int) -> int:
 
 
 def texts(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Name -> content of the files in a folder; of weights their header."""
+    """Name -> content of the files in a directory. For safetensors files, only the header."""
     found = {}
     for name in names:
         with (folder / name).open("rb") as file:

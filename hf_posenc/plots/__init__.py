@@ -1,10 +1,10 @@
-"""Figures of encodings, of models, and of what was measured, in one style, light and dark.
+"""Figures of encodings, models, and measurements, in one style for light and dark pages.
 
-Each function returns a `matplotlib.figure.Figure`, made without pyplot: no display is needed, and threads may draw at the same
-time. `path=` also saves it as PNG, SVG or PDF; `dark=True` draws it for a dark page. matplotlib is imported when the first
-figure is drawn. If it is missing, an ImportError names the extra `plot`.
+Each function returns a `matplotlib.figure.Figure`, made without pyplot. It needs no display and is thread-safe. `path=` also
+saves the figure as PNG, SVG, or PDF, and `dark=True` draws it for a dark page. matplotlib is imported when the first figure is
+drawn. If it is missing, an ImportError names the extra `plot`.
 
-Figures of diagnostics are in the files of `hf_posenc.diagnostics`, the others here. All files here are imported.
+Figures of diagnostics are defined in `hf_posenc.diagnostics`, the others here. All files here are imported.
 """
 
 import importlib

@@ -15,19 +15,23 @@ from hf_posenc.encodings import checked_value
 def counter(*, bits: Annotated[int, Help("Number of bits, 2 to 7.")] = 5, dark: Dark = False, path: Path = None) -> Any:
     """Draw a binary counter next to sines: bits flip at different rates.
 
-    Shown are the positions 0 … 2^bits - 1 as binary numbers, and sines of "sinusoidal" whose wavelengths double from column
-    to column.
+    The figure shows the positions 0 … 2^bits - 1 as binary numbers, and sines of "sinusoidal" whose wavelengths double from
+    column to column.
 
-    A bit flips half as often as the one to its right, and so does the sign of a sine. The encoding has 2·bits features and the
+    A bit flips half as often as the bit to its right, and so does the sign of a sine. The encoding has 2·bits features and the
     base 2^bits, so its wavelengths are 2π·2^i.
 
-    Raises ValueError for other bits than 2 to 7.
+    Args:
+        bits: number of bits, 2 to 7.
+
+    Raises:
+        ValueError: `bits` isn't from 2 to 7.
     """
     if not 2 <= checked_value("bits", bits, int) <= 7:
         raise ValueError(f"bits={bits} must be from 2 to 7, because more rows aren't legible.")
     count = 2**bits
     positions = np.arange(count)
-    places = np.arange(bits - 1, -1, -1)  # the highest bit first, as numbers are written
+    places = np.arange(bits - 1, -1, -1)  # the highest bit first
     numbers = positions[:, None] >> places & 1
     encoding = {"type": "sinusoidal", "base": float(count), "layout": "concatenated"}
     sines = vectors_of(encoding, count, 2 * bits)[:, places]

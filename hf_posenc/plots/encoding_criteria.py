@@ -1,6 +1,6 @@
-"""Three criteria of position encodings, measured on the vectors of texts of several lengths.
+"""Three criteria of position encodings, measured on their vectors at several lengths.
 
-The criteria: https://kazemnejad.com/blog/transformer_architecture_positional_encoding/
+The criteria are from https://kazemnejad.com/blog/transformer_architecture_positional_encoding/.
 
 Shapes: L positions, D features.
 """
@@ -26,9 +26,11 @@ HOLDS, FAILS = "✓", "✗"
 
 @dataclass(frozen=True)
 class Criterion:
-    """
-    label: of the axis of `measure`, a number of the vectors of a text `[L, D]`.
-    holds: whether the criterion holds for these numbers, of the LENGTHS that the encoding has vectors for.
+    """A criterion of position encodings.
+
+    label: axis label for the result of `measure`.
+    measure: the vectors of a text, `[L, D]` -> a number.
+    holds: whether the criterion holds, from these numbers at all LENGTHS for which the encoding has vectors.
     """
 
     name: str
@@ -60,7 +62,7 @@ CRITERIA = (
 
 
 def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bool]]:
-    """For each of CRITERIA the numbers at LENGTHS, NaN where there are no vectors, and whether it holds."""
+    """For each of CRITERIA, its numbers at LENGTHS (NaN beyond the maximum length), and whether it holds."""
     free = Geometry(hidden_size=hidden_size)
     built = isinstance(encoding, PositionEncoding)
     limited = not built and encoding_class(canonical(encoding, in_code=True)["type"]).needs_max_length(free)
@@ -86,13 +88,17 @@ def criteria(
 ) -> Any:
     """Draw three criteria of an encoding that adds vectors, and which of these encodings fails which.
 
-    Each position has a unique vector. A step is the same in texts of any length. Longer texts have vectors whose values are
-    bounded: eight times the length doubles them at most. They are measured in texts of 8 to 512 tokens. Learned position
-    embeddings have 64 positions.
+    The criteria are measured for texts of 8 to 512 tokens. Learned position embeddings have 64 positions.
 
-    encodings: up to six, by name, as a dict `{"type": name, **options}`, or as a module.
+    - Each position has a unique vector.
+    - A step from one position to the next is the same in texts of any length.
+    - Values stay bounded in longer texts. They at most double for eight times the length.
 
-    Raises ValueError for an encoding that adds no vectors.
+    Args:
+        encodings: one to six encodings, each a name, a dict `{"type": name, **options}`, or a module.
+
+    Raises:
+        ValueError: an encoding adds no vectors, or has fewer than 8 positions.
     """
     if not 1 <= len(encodings) <= 6:
         raise ValueError(f"This figure compares 1 to 6 encodings, not {len(encodings)}.")
@@ -103,7 +109,7 @@ def criteria(
         for place, (encoding, by_criterion) in enumerate(zip(encodings, found, strict=True)):
             values, holds = by_criterion[number]
             style = sheet.line(place, markers=True) | {"linestyle": sheet.line(place)["linestyle"]}
-            # Lines on each other stay visible: the lower ones have larger, hollow markers.
+            # Lower lines have larger, hollow markers, so that they stay visible under others.
             wide = len(encodings) - place
             style |= {"markerfacecolor": "none", "markersize": 3 + 2 * wide, "linewidth": 1 + 0.5 * wide}
             above.plot(LENGTHS, values, **style)

@@ -1,4 +1,4 @@
-"""Figures of length.json, the record of scripts/eval_length.py: curves by length, and maps of needles by depth."""
+"""Figures of length.json, the record of scripts/eval_length.py: metrics by length, and needles by length and depth."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from hf_posenc.diagnostics.registry import Dark, Path, figure
 from hf_posenc.evaluation.needles import BOUNDARY
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
-"""Task -> the metric that is shown."""
+"""Task -> the metric in its figures."""
 TITLES = {
     "title": "by title: MRR",
     "deep": "by a sentence from\nbeyond 512 tokens: MRR",
@@ -20,19 +20,24 @@ TITLES = {
 PARTS = ("settings", "chance", "scores", "differences", "heat", "perplexity")
 AVERAGED = re.compile(r"^chunked by \d+, mean$")
 APART = 1.05
-"""The factor between the lines of the lower panels on the logarithmic axis, so that their intervals don't overlap."""
+"""Horizontal offset between lines of the lower panels, as a factor, so that their error bars don't overlap."""
 
 
 @figure("record", example="scripts/results/length-linux-doc-6.1.json")
 def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how well models do by length, as measured by scripts/eval_length.py.
 
-    A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
+    Each task has a column. Its upper panel shows the metric by length, and its lower panel the difference to the baseline (for
+    perplexity, the ratio) with its 95% interval. Chance is the metric of a random order.
 
-    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's averaged chunks, and every other
-    model as it is or, if its length is limited, truncated. Chance is the metric of a random order.
+    The lines are the baseline, the first model with averaged chunk embeddings, and every other model. Models with a maximum
+    length are truncated.
 
-    Raises ValueError for another record.
+    Args:
+        record: length.json of scripts/eval_length.py.
+
+    Raises:
+        ValueError: this isn't such a record, or it has no measured task.
     """
     settings = _checked(record)["settings"]
     tasks = [task for task in TITLES if record["scores"].get(task) or (task == "perplexity" and record[task])]
@@ -79,12 +84,14 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
 def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how often a fact was found, by length and depth, as measured by scripts/eval_length.py.
 
-    A map for each method that `lengths` shows: R@1 by length and depth in the text.
+    Each method that `lengths` shows has a heat map of R@1 by length and depth in the text. n is the number of questions per
+    cell. A dashed line separates lengths up to 512 tokens from longer ones.
 
-    record: length.json of scripts/eval_length.py, with the task "needle". n is the number of questions. A dashed line separates
-    lengths up to 512 tokens from longer ones.
+    Args:
+        record: length.json of scripts/eval_length.py, with the task "needle".
 
-    Raises ValueError for another record or one without needles.
+    Raises:
+        ValueError: this isn't such a record, or it has no needles.
     """
     settings, heat = _checked(record)["settings"], record["heat"]
     if not heat:
@@ -121,8 +128,8 @@ def chance(record: Mapping[str, Any], task: str) -> float:
 
 
 def shown(names: Sequence[str], models: Sequence[str], baseline: str) -> list[str]:
-    """The methods in figures: the baseline, the first model and its averaged chunks, and every other model as it is or
-    truncated."""
+    """The methods in figures: the baseline, the first model with whole texts and averaged chunk embeddings, and every other
+    model, truncated if it has no results for whole texts."""
     first = models[0]
     found = [baseline] if baseline in names else []
     found += [name for name in names if name == first or (name.startswith(f"{first}, chunked by ") and name.endswith(", mean"))]
@@ -133,7 +140,7 @@ def shown(names: Sequence[str], models: Sequence[str], baseline: str) -> list[st
 
 
 def _style(sheet: Sheet, place: int, name: str, baseline: str, first: str) -> dict[str, Any]:
-    """The baseline's line is dashed and gray, that of the first model gray. Other models have colors."""
+    """The line style of a method. The baseline is dashed and gray, the first model is gray, and other models have colors."""
     if name == baseline:
         return {"color": sheet.theme.quiet, "linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.4}
     if name == first or name.startswith(f"{first}, "):

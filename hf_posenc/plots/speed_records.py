@@ -1,4 +1,4 @@
-"""The figure of bench.json, the record of scripts/bench.py: throughput relative to the stock model."""
+"""The figure of bench.json, the record of scripts/bench.py: throughput relative to the original model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +19,20 @@ KINDS = {
 def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw throughput compared with the stock model, as measured by scripts/bench.py.
 
-    The throughput of every encoding as a ratio to the stock model, with 95 % intervals, on an encoder: a panel for each kind
-    of measurement and dtype, a color and marker for each length.
+    The figure shows the throughput of BERT with every encoding as a ratio to the original model, with 95% intervals. Each kind
+    of measurement and dtype has a panel, and each length has a color and marker.
 
-    record: bench.json of scripts/bench.py.
+    Args:
+        record: bench.json of scripts/bench.py.
 
-    Raises ValueError for another record, or one without any of KINDS.
+    Raises:
+        ValueError: this isn't such a record, or it has none of KINDS for BERT.
     """
     chosen = groups_by_panel(record)
     if not chosen:
         raise ValueError(f"The record has none of the groups {', '.join(KINDS)} for BERT, which this figure shows.")
     found = {name for in_panel in chosen.values() for group in in_panel for name in group["subjects"]} - {STOCK, NONE}
-    names = [NONE, *sorted(name for name in found if "'" not in name)]  # without those of other options
+    names = [NONE, *sorted(name for name in found if "'" not in name)]  # without "4.57's relative_key"
     columns = min(2, len(chosen))
     rows = -(-len(chosen) // columns)
     sheet = Sheet(
@@ -70,7 +72,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
 
 
 def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError for another record."""
+    """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError if this isn't such a record."""
     groups = record.get("groups") if isinstance(record, Mapping) else None
     if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
         raise ValueError("This isn't a record of scripts/bench.py. Pass the bench.json that it wrote.")

@@ -1,4 +1,4 @@
-"""Encodings that add vectors to the input: maps of the vectors, waves by column, dot products by distance.
+"""Figures of additive encodings: heat maps of the vectors, single columns, and dot products by distance.
 
 Shapes: L positions, D features.
 """
@@ -17,9 +17,12 @@ def vectors(
 ) -> Any:
     """Draw the vectors that an encoding adds, position × feature.
 
-    encoding: a name, a dict `{"type": name, **options}`, or a module, which keeps its own `hidden_size`; one that embeds.
+    Args:
+        encoding: an additive encoding, as a name, a dict `{"type": name, **options}`, or a module. A module keeps its own
+            `hidden_size`.
 
-    Raises ValueError for an encoding that adds no vectors.
+    Raises:
+        ValueError: the encoding adds no vectors.
     """
     values = vectors_of(encoding, length, hidden_size)
     sheet = Sheet((WIDTH * 0.72, 3.6), dark=dark, path=path)
@@ -43,9 +46,12 @@ def waves(
 ) -> Any:
     """Draw single columns of the vectors over the positions: waves whose frequency falls from column to column.
 
-    columns: features; without, six of them at equal steps, the last at five eighths of the width.
+    Args:
+        encoding: as for `vectors`.
+        columns: features, from 0. Default: six features at equal steps, the last at five eighths of the width.
 
-    Raises as `vectors` does, and ValueError for a column that isn't there.
+    Raises:
+        ValueError: the encoding adds no vectors, or has no such column.
     """
     values = vectors_of(encoding, length, hidden_size)
     width = values.shape[1]
@@ -73,10 +79,14 @@ def similarity(
 ) -> Any:
     """Draw the dot products of an encoding's vectors, of all pairs of positions and by distance.
 
-    By distance, the mean over all pairs that are so far apart, with the range from the least to the largest: where it is a
-    line without a band, the product depends on the distance alone.
+    The right panel shows the mean over all pairs at each distance, with a band from the minimum to the maximum. Where there is
+    no band, the product depends only on the distance.
 
-    Raises as `vectors` does.
+    Args:
+        encoding: as for `vectors`.
+
+    Raises:
+        ValueError: the encoding adds no vectors.
     """
     values = vectors_of(encoding, length, hidden_size)
     products = values @ values.T

@@ -1,1 +1,1 @@
-"""Tiny models of all model types, their inputs, checks, and verdicts."""
+"""Tiny models of all model types, with their inputs, checks, and verdicts."""

@@ -1,4 +1,4 @@
-"""Checks of a host that can be patched, by running it: each passes, fails, is skipped, or doesn't apply.
+"""Checks that run a supported model. Each check passes, fails, is skipped, or doesn't apply.
 
 Shapes: B batch, L tokens, N positions of any kind, D hidden_size.
 """
@@ -21,26 +21,26 @@ from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, entrance,
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
-"""One for each way to act: vectors, a rotation, a bias by distance, a bias by content."""
+"""One encoding for each mechanism: additive, rotation, distance bias, and bias by content."""
 PASSED, FAILED, NOT_APPLICABLE, SKIPPED, NO_ORDER = "passed", "FAILED", "-", "skipped", "shows no order"
 SAME, OTHER = 2e-5, 1e-4
-"""Part of the largest output up to which two outputs are the same, and above which they are not."""
+"""Maximum relative difference of equal outputs, and minimum relative difference of different outputs."""
 CHUNKS = ((5, 1, 3, 2), (5, 1, 1, 1, 1, 1, 1))
-"""Lengths of the chunks that a decoder reads: state spaces read one token at a time behind the first chunk."""
+"""Lengths of the chunks that a decoder reads. After the first chunk, state-space models read only single tokens."""
 WINDOW = 4
-"""Of sliding windows, where a cache drops keys."""
+"""Size of sliding windows. It is less than LENGTH, so that the cache drops keys."""
 
 
 class Skipped(Exception):
-    """Raised by a check that can't be run; says why."""
+    """Raised with a reason if a check can't run."""
 
 
 class ShowsNoOrder(Exception):
-    """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
+    """Raised if the original model's outputs don't depend on token order, because the checks then prove nothing."""
 
 
 def checked(host: "Host") -> dict[str, str]:
-    """Check -> how it went, for a stock model that `patch` takes, or takes a part of (`submodel`)."""
+    """Check -> result, for an original model that `patch` supports, possibly with `submodel`."""
     try:
         host.look()
     except Skipped as why:
@@ -61,16 +61,16 @@ def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host") -> str:
         return NO_ORDER
     except Skipped as why:
         return f"{SKIPPED} ({why})"
-    except Exception as error:  # shown in the table, as a check that failed
+    except Exception as error:  # The table shows it as a failed check.
         return f"{FAILED} ({type(error).__name__})"
     return NOT_APPLICABLE if not results else PASSED if all(results) else FAILED
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Contents that have an order, and the outputs by which it is judged.
+    """Content that has an order, and the outputs that show whether the order matters.
 
-    part: "encoder" or "decoder" of an encoder-decoder, else "".
+    part: "encoder" or "decoder" of an encoder-decoder. Otherwise "".
     """
 
     part: str
@@ -82,21 +82,24 @@ class Probe:
         return "decoder_attention_mask" if self.entrance.name == "decoder_input_ids" else "attention_mask"
 
     def read(self, run: Run) -> Tensor:
-        """`[B, N, D]`."""
+        """The outputs for this content, `[B, N, D]`."""
         vectors = run.encoded if self.part == "encoder" else run.vectors
         assert vectors is not None
         return vectors
 
 
 class Host:
-    """A stock model, and what the checks need to know of it.
+    """An original model, and the information that the checks need.
 
-    part: the part that is patched, as `patch` names it, "" for the model itself; path: where that is.
-    answering, read_at: the paths of what answers with a vector for each position, and of what is given the contents.
-    probes: those of its contents.
-    single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
-        one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
-        itself with a mask that shows every token to each.
+    part: the submodel that is patched, as passed to `patch`. "" for the model itself.
+    path: path of that submodel within the model.
+    answering: path of the module that returns one vector per position.
+    read_at: path of the module that receives the content.
+    probes: the probes of the model's content.
+    causal: the probes whose outputs don't depend on later content.
+    single: single-layer models, one for each type of layer, that test whether order matters to a decoder. In the whole decoder,
+        layers after the first know order from the causal mask. If such models can't be built, the whole decoder is tested with
+        a mask that shows every token to each.
     """
 
     def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
@@ -107,19 +110,19 @@ class Host:
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
 
     def look(self) -> None:
-        """Find out what it reads, and how it is judged. Raises Skipped where that can't be known."""
+        """Determine the inputs, the probes, and the single-layer models. Raises Skipped if that isn't possible."""
         read = reading(self.kind, self.stock, self.answering)
         if read is None and self.path:
             outer = reading(self.kind, self.stock)
             if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
-                read, self.answering, self.read_at = outer, "", ""  # a part whose own parts are called one by one
+                read, self.answering, self.read_at = outer, "", ""  # The model calls only modules of the submodel.
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
         self.probes = list(self._probes())
         self.causal = {probe for probe in self.probes if self._is_causal(probe)}
         self.single = list(self._single_layers()) if self.causal else []
-        # A kind of layer that can't be patched by itself has no attention.
+        # A type of layer that can't be patched separately has no attention.
         self.single = [model for model in self.single if self.patched("none", model) is not None]
         for probe in self.causal if not self.single else ():
             if self._is_causal(probe, **self._all_seen(probe)):
@@ -132,7 +135,7 @@ class Host:
 
     @functools.cached_property
     def taken(self) -> list[str]:
-        """The encodings that can be put into it."""
+        """The encodings that the model supports."""
         return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
 
     def run(self, model: PreTrainedModel, inputs: Any) -> Run:
@@ -156,7 +159,7 @@ class Host:
             yield Probe(part, found)
 
     def _is_causal(self, probe: Probe, **more: Tensor) -> bool:
-        """Whether an output knows nothing of what comes later."""
+        """Whether no output depends on later content."""
         inputs, count = {**self.reading(1), **more}, probe.entrance.count
         index = torch.arange(count)
         index[-1] = 0
@@ -175,10 +178,10 @@ class Host:
             yield model
 
     def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
-        """A patched model with random parameters of the encoding, or None where this encoding is refused; made once."""
+        """A cached patched model with random parameters of the encoding. None if the encoding is unsupported."""
         stock = stock or self.stock
         if (encoding, id(stock)) not in self._patched:
-            # The stock model is kept with it, so that no other takes its id.
+            # The original model is kept as well, so that no other object gets its id.
             self._patched[encoding, id(stock)] = stock, self._newly_patched(encoding, stock)
         return self._patched[encoding, id(stock)][1]
 
@@ -195,19 +198,22 @@ class Host:
         return model
 
     def with_encodings(self) -> Iterator[PreTrainedModel]:
-        """The model with each encoding that it takes."""
+        """The patched models of all supported encodings."""
         for encoding in self.taken:
             patched = self.patched(encoding)
             assert patched is not None
             yield patched
 
     def judging(self, probe: Probe) -> list[PreTrainedModel]:
-        """The models by which the order of these contents is judged."""
+        """The original models that test whether the order of this content matters."""
         return self.single if probe in self.causal and self.single else [self.stock]
 
     def order(self, model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
-        """By what part of the largest output an output changes when the other contents change places: those of the contents'
-        own part, and a decoder's when its encoder's contents do. What sees order by itself, beside attentions, is silent."""
+        """How much outputs change, relative to the largest output, when other content is shuffled.
+
+        The first value is for the outputs of the content's own part. The second is for the decoder's outputs when the encoder's
+        content is shuffled. Modules other than attention that depend on order are disabled.
+        """
         inputs, count = self.reading(3), probe.entrance.count
         index = torch.randperm(count - 1, generator=torch.Generator().manual_seed(4))
         index = torch.cat([index, torch.tensor([count - 1])])
@@ -226,17 +232,17 @@ class Host:
         return _apart(after[:, rows], before[:, index][:, rows]), beyond
 
     def others(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """The paths of what sees order by itself in a model, patched or not, as `inspect` says: convolutions, states."""
+        """The paths of modules other than attention that depend on order, such as convolutions, as reported by `inspect`."""
         patched = model if _is_patched(model) else self.patched("none", model)
         try:
             stays = {} if patched is None else hf_posenc.inspect(patched).order_sensitive
-        except ValueError:  # made of several models
+        except ValueError:  # a composite model
             return ()
         return tuple(path for paths in stays.values() for path in paths)
 
     @functools.cached_property
     def tokens(self) -> list[Probe]:
-        """The probes whose contents are token ids."""
+        """The probes whose content is token IDs."""
         return [probe for probe in self.probes if probe.entrance.name in TOKENS]
 
 
@@ -246,7 +252,7 @@ def _is_patched(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) -> Iterator[None]:
-    """Zeros for what modules answer behind the place where the contents enter."""
+    """Replace the outputs of modules with zeros after the content has entered the model."""
     entered = behind.where == "argument"
 
     def leave(*_: Any) -> None:
@@ -280,7 +286,7 @@ def _zeros(answer: Any) -> Any:
 
 
 def path_of(model: PreTrainedModel, part: str) -> str:
-    """The path of a part, which `patch` counts from the base model."""
+    """The path of a submodel within the model. `patch` names it relative to the base model."""
     inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
     return inside + part
 
@@ -300,12 +306,12 @@ def _apart(a: Any, b: Any) -> float:
 
 
 def _apart_as_sets(a: Tensor, b: Tensor) -> float:
-    """How far a vector of a is from the nearest of b."""
+    """The largest distance of a vector in a from the nearest vector in b, relative to the largest value in b."""
     return float((torch.cdist(a, b, p=torch.inf).amin(dim=-1)).max() / b.abs().max())
 
 
 def order_is_gone(host: Host) -> Iterator[bool]:
-    """Without positions no output depends on the order of the contents. The stock model's must."""
+    """With "none", no output depends on the order of the content. In the original model, outputs do."""
     for probe in host.probes:
         if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
             raise ShowsNoOrder
@@ -317,7 +323,7 @@ def order_is_gone(host: Host) -> Iterator[bool]:
 
 
 def order_is_back(host: Host) -> Iterator[bool]:
-    """An encoding of each kind makes order visible."""
+    """With each supported encoding, outputs depend on the order of the content."""
     for encoding in host.taken:
         for probe in host.probes:
             for stock in host.judging(probe):
@@ -326,7 +332,7 @@ def order_is_back(host: Host) -> Iterator[bool]:
 
 
 def unpatch_is_equal(host: Host) -> Iterator[bool]:
-    """`unpatch` gives the stock model's outputs, to the last bit."""
+    """After `unpatch`, outputs are bit-identical to those of the original model. Patching doesn't change the original."""
     inputs = host.reading(5)
     expected = host.run(host.stock, inputs).tensors
     for encoding in ("none", *host.taken):
@@ -336,10 +342,10 @@ def unpatch_is_equal(host: Host) -> Iterator[bool]:
 
 
 def saves_and_loads(host: Host) -> Iterator[bool]:
-    """A patched model that was saved and loaded gives the same outputs, to the last bit."""
+    """After saving and loading a patched model, its outputs are bit-identical."""
     inputs = host.reading(6)
     expected = host.run(host.stock, inputs).tensors
-    with suppress(RuntimeError):  # a stock model that can't be saved
+    with suppress(RuntimeError):  # The original model can't be saved.
         if not _equal(host.run(_reloaded(host, host.stock), inputs).tensors, expected):
             raise Skipped("the stock model is another after it was saved and loaded")
     for patched in host.with_encodings():
@@ -349,8 +355,10 @@ def saves_and_loads(host: Host) -> Iterator[bool]:
 
 
 def _reloaded(host: Host, model: PreTrainedModel) -> PreTrainedModel:
-    """Weights are copied to memory of their own: in a mapped file they may lie at odd addresses, where some CPUs sum in another
-    order."""
+    """Save and load a model.
+
+    Weights are copied to new memory. In a memory-mapped file they can be unaligned, and some CPUs then sum in another order.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = tiny.loader(host.kind, model).from_pretrained(folder).eval()
@@ -364,7 +372,7 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def eager_is_sdpa(host: Host) -> Iterator[bool]:
-    """Both attention implementations give the same, with padding, in hosts that have both."""
+    """Eager attention and SDPA give the same outputs, also with padding, if the model supports both."""
     if not (host.stock._supports_sdpa and host.stock.get_submodule(host.path)._supports_sdpa):
         return
     inputs = host.reading(7)
@@ -400,7 +408,7 @@ def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _of_stock(check: Callable[[], bool]) -> bool:
-    """What a check says of the stock model. Raises Skipped where that can't be run."""
+    """The result of a check on the original model. Raises Skipped if it can't run."""
     try:
         return check()
     except Exception as error:
@@ -408,7 +416,7 @@ def _of_stock(check: Callable[[], bool]) -> bool:
 
 
 def padding_is_ignored(host: Host) -> Iterator[bool]:
-    """Tokens beside padding, right or left, give what they give alone."""
+    """Padding on the right or left doesn't change the outputs of the other tokens."""
     for probe in host.tokens:
         mask = probe.mask
         if mask not in host.arguments:
@@ -438,7 +446,7 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
 
 
 def cache_is_exact(host: Host) -> Iterator[bool]:
-    """A decoder that reads its input in chunks gives what it gives at once, with each cache with which the stock model does."""
+    """Decoding in chunks gives the same outputs as one forward pass, for all caches that work in the original model."""
     probe = next((probe for probe in host.tokens if probe in host.causal), None)
     if probe is None or not CACHES & {*host.arguments}:
         return
@@ -451,7 +459,7 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
         for kind in ("dynamic", "static"):
             try:
                 chunks = next(each for each in CHUNKS if _apart_by_chunks(host, stock, probe, kind, each) < SAME)
-            except Exception:  # a cache that the stock model doesn't support
+            except Exception:  # The original model doesn't support this cache, or differs by chunks.
                 continue
             ran = True
             for encoding in host.taken:

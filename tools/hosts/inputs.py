@@ -1,4 +1,4 @@
-"""What a tiny model reads, and where the contents of its positions enter.
+"""The inputs of a tiny model, and the place where token content enters it.
 
 Shapes: B batch, L tokens, D hidden_size, N positions of any kind.
 """
@@ -20,18 +20,19 @@ from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 ATTENTION = re.compile(r"Attention|Attn")
 TOKENS = ("input_ids", "decoder_input_ids")
 CACHES = {"cache", "past_key_values"}
-"""The argument for a cache: renamed in Transformers 5.24."""
+"""Names of the cache argument, which Transformers 5.24 renamed."""
 CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs", "patch_input")
-"""Arguments of a stack that are given by name."""
+"""Keyword arguments of an encoder or decoder that contain token content."""
 MARGIN = 8
-"""Positions beside those of the contents: class tokens, registers, queries."""
+"""Maximum number of additional positions, such as class tokens, registers, and queries."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One input tensor: floats, integers below `below`, or `value` as it is. "B" in the shape is the batch, "L" the tokens.
+    """One input: random floats, random integers below `below`, or `value`.
 
-    boxes: in each last dimension none is below the one before; of floats, all lie between 0 and 1.
+    shape: "B" is the batch size, and "L" the number of tokens.
+    boxes: values are sorted along the last dimension, and floats are between 0 and 1.
     """
 
     shape: tuple[int | str, ...] = ()
@@ -55,7 +56,7 @@ IDS = Spec(("B", "L"), VOCABULARY)
 
 @dataclass(frozen=True)
 class Reading:
-    """The inputs of a model that runs: name -> Spec."""
+    """Inputs with which a model runs, as name -> Spec. Calling it returns random inputs for a seed."""
 
     specs: Mapping[str, Spec]
 
@@ -65,12 +66,12 @@ class Reading:
 
 
 def reading(kind: str, model: PreTrainedModel, path: str = "") -> Reading | None:
-    """The first set of inputs with which a model runs, and its part at `path` with it; None if there is none."""
+    """The first set of inputs with which a model and its submodule at `path` run and give finite outputs. None if none does."""
     for specs in _sets(kind, model):
         result = Reading(specs)
         try:
             run = Run(model, path, result(0))
-        except Exception:  # a host that wants other inputs
+        except Exception:  # The model needs other inputs.
             continue
         if run.vectors is not None and all(tensor.isfinite().all() for tensor in run.tensors):
             return result
@@ -78,7 +79,7 @@ def reading(kind: str, model: PreTrainedModel, path: str = "") -> Reading | None
 
 
 def is_run(model: PreTrainedModel, path: str, read: Reading) -> bool:
-    """Whether anything in a part is called."""
+    """Whether the model calls any module in the submodule at `path`."""
     called: list[nn.Module] = []
     hooks = [
         each.register_forward_hook(lambda module, *_: called.append(module)) for each in model.get_submodule(path).modules()
@@ -96,7 +97,7 @@ def runs(kind: str, model: PreTrainedModel) -> bool:
 
 
 def _sets(kind: str, model: PreTrainedModel) -> Iterator[dict[str, Spec]]:
-    """Sets of inputs, those with the least in them first."""
+    """Candidate sets of inputs: that of the recipe, the main input with and without `decoder_input_ids`, and others."""
     names = inspect.signature(type(model).forward).parameters
     recipe = RECIPES.get(kind, {}).get("inputs")
     if recipe:
@@ -129,7 +130,7 @@ def _spec(given: Any) -> Spec:
 
 
 def _specs(name: str, config: PreTrainedConfig) -> Iterator[Spec]:
-    """What an argument of this name may be, in turn."""
+    """Candidates for an argument of this name, by priority."""
     if name in TOKENS:
         yield IDS
     elif name == "bbox":
@@ -180,7 +181,7 @@ def _image(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first value among these names in a config, else in those within it."""
+    """The first value among these names in a config, or in its subconfigs."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -198,8 +199,10 @@ def _first(config: Any, *names: str) -> Any:
 class Run:
     """One forward pass.
 
-    tensors: all floats of the model's output. vectors: the first output of the part at `path`, `[B, N, D]`; None if it wasn't
-    called. encoded: the states of its encoder, if it is an encoder and a decoder. cache: what the model gives out as cache.
+    answer: the model's output.
+    tensors: all floating-point tensors of the output but the cache.
+    vectors: the first output of the submodule at `path`, `[B, N, D]`. None if it wasn't called.
+    encoded: hidden states of the encoder, if the submodule is an encoder-decoder.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, inputs: Mapping[str, Any]) -> None:
@@ -238,7 +241,7 @@ def _vectors(answer: Any) -> Tensor | None:
         first = next(_floats(answer), None)
     if first is None or first.ndim < 2:
         return None
-    if first.ndim == 2:  # a vector for each row of the batch, or for each patch of all images
+    if first.ndim == 2:  # one vector per example, or one per patch of all images
         return first[:, None] if len(first) <= 2 else first[None]
     if first.ndim >= 4 and first.shape[1] <= first.shape[-1] and first.shape[-2] == first.shape[-3]:
         return first.flatten(1, -2)  # [B, H, W, D]
@@ -247,9 +250,12 @@ def _vectors(answer: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Entrance:
-    """Where the contents of N positions enter: an argument of the model, or what a module is given or answers.
+    """Where the content of N positions enters: an argument of the model, or the input or output of a module.
 
-    dims: those of the positions, which are taken together.
+    where: "argument", "input", or "output".
+    name: the argument, or the path of the module.
+    dims: the dimensions of the positions, which are flattened.
+    count: N.
     """
 
     where: str
@@ -259,7 +265,7 @@ class Entrance:
 
     @contextmanager
     def taking(self, model: PreTrainedModel, inputs: Mapping[str, Any], index: Tensor) -> Iterator[dict[str, Any]]:
-        """The inputs, with other contents in each place: those of the place that `index` says."""
+        """The inputs for a forward pass in which position i has the content of position `index[i]`."""
         if self.where == "argument":
             yield {**inputs, self.name: self.taken(inputs[self.name], index)}
             return
@@ -289,17 +295,18 @@ class Entrance:
 
 
 def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
-    """Where the contents enter that the part at `path` orders.
+    """Where the content enters whose order matters to the submodule at `path`.
 
-    Token ids where it reads those; else what its last convolution before any attention answers that cuts its input up or
-    shortens it; else its own first input. None if that is nothing that its attentions see.
+    By priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
+    last convolution before any attention that divides its input into patches or shortens it. None if the attention doesn't
+    see this content.
     """
     argument = _tokens_of(model, path, read)
     return Entrance("argument", argument, (1,)) if argument else _behind_the_front_end(model, path, read)
 
 
 def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
-    """Where the part at `path` is given vectors `[B, N, D]`, or `[B, channels, N, D]`, if it is."""
+    """The input of the submodule at `path` if it has vectors `[B, N, D]` or `[B, channels, N, D]`."""
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -315,7 +322,7 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
 
 
 def _tokens_of(model: PreTrainedModel, path: str, read: Reading) -> str | None:
-    """The argument whose token ids, or their vectors, a part is given."""
+    """The argument whose token IDs, or their embeddings, the submodule at `path` receives."""
     inputs = read(0)
     arguments = [name for name in TOKENS if name in inputs]
     if not path or not arguments:
@@ -338,7 +345,7 @@ def _tokens_of(model: PreTrainedModel, path: str, read: Reading) -> str | None:
 
 @dataclass
 class _Trace:
-    """What was called in a part until its first attention."""
+    """The convolutions that were called before the first attention, and the inputs of the submodule and of that attention."""
 
     convolutions: list[tuple[str, Tensor, Tensor, Any]] = field(default_factory=list)
     given: Tensor | None = None
@@ -383,7 +390,7 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         name, _, answer, _ = trace.convolutions[front[-1]]
         places = math.prod(answer.shape[2:])
         behind = trace.convolutions[front[-1] + 1 :]
-        # Behind branches that are added up, a pointwise convolution sees all that comes out of them.
+        # If parallel branches are summed, a pointwise convolution after them receives the sum.
         same = [each for each in behind if max(each[3].kernel_size) == 1 and each[2].shape[2:] == answer.shape[2:]]
         name = same[-1][0] if same else name
         if places == 1:
@@ -402,7 +409,7 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
 
 
 def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
-    """Whether a convolution cuts its input up or shortens it. A transposed one lengthens it, and is of what comes out."""
+    """Whether a convolution divides its input into patches or shortens it. Transposed ones lengthen it, for the output."""
     if module.transposed:
         return False
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])

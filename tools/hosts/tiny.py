@@ -1,5 +1,7 @@
-"""Tiny random models of Transformers' model types, from a few sizes that most configs know by one name or another, and
-`recipes.json` for the types that need sizes of their own."""
+"""Tiny random models of Transformers' model types.
+
+Most configs have the sizes in SIZES, under one of their names. `recipes.json` has the sizes for other types.
+"""
 
 import copy
 import dataclasses
@@ -18,9 +20,9 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 from transformers.models.auto import modeling_auto
 
 LENGTH, VOCABULARY = 11, 61
-"""Tokens of an input, below every sliding window; token ids."""
+"""Tokens of an input, fewer than in a sliding window of SIZES, and the vocabulary size."""
 FEW_VALUES, MOST_VALUES = 3_000_000, 12_000_000
-"""Elements of the parameters and buffers of a model: below the first it is taken at once, above the second never."""
+"""Elements of parameters and buffers. Models up to the first number are preferred, and models above the second aren't built."""
 
 
 def _named(value: Any, *names: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ SIZES: dict[str, Any] = {
     **_named(2, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"),
     **_named(1, "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"),
     **_named(16, "q_lora_rank"),
-    **_named(24, "kv_lora_rank"),  # no head's width, so that what is cached can't be taken for keys
+    **_named(24, "kv_lora_rank"),  # differs from head dimensions, so that cached latents can't be mistaken for keys
     **_named(8, "head_dim", "global_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "attention_head_dim"),
     **_named(24, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"),
     **_named(24, "max_source_positions", "max_target_positions"),
@@ -59,11 +61,11 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-"""A config takes those that it knows."""
+"""Field of a config -> size. A config uses those that it has."""
 WIDTHS = re.compile(r"(hidden_size|hidden_dim|embed_dim|_dim|dims?|channels|widths?|hidden_sizes|filters|intermediate_size)$")
 DEPTHS = re.compile(r"(depths|num_layers|layers_per_\w+|num_blocks|layer_depths)$")
 WIDE = 48
-"""In a second try, what these name is cut down, too: widths above WIDE to 32, depths above 1 to 1."""
+"""In a second attempt, fields that match WIDTHS and DEPTHS are also reduced: widths above WIDE to 32, depths above 1 to 1."""
 WITHOUT: tuple[tuple[str, ...], ...] = (
     (),
     ("head_dim",),
@@ -72,11 +74,17 @@ WITHOUT: tuple[tuple[str, ...], ...] = (
     ("image_size",),
     ("num_experts_per_tok",),
 )
-"""Sizes left at their defaults, tried in turn until a model runs."""
+"""Sizes to leave at their defaults, tried in this order until a model runs."""
 RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipes.json").read_text())
-"""Model type -> what rules don't find: `config`, arguments by which it builds or is cheaper, also within others; `inputs`, see
-`inputs.py`; `class`, by which it is made; `vectors`, the module that answers with a vector for each position, where the model
-answers with fewer; `entrance`, the module that is given the contents; `architectures`, where AutoModel chooses by them."""
+"""Model type -> settings that can't be derived.
+
+- `config`: arguments of the config or its subconfigs that are required or make the model cheaper.
+- `inputs`: the inputs, see `inputs.py`.
+- `class`: name of the class that builds the model.
+- `vectors`: path of the module that returns one vector per position, if the model returns fewer.
+- `entrance`: path of the module that receives the content.
+- `architectures`: the config's field, if AutoModel selects a class by it.
+"""
 
 
 def config_of(
@@ -86,16 +94,18 @@ def config_of(
     narrow: bool = False,
     changes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A config of these sizes, with one layer of each kind; or with the one layer `only`, counted among those.
+    """A config with SIZES and one layer of each type.
 
-    without: sizes left at their defaults. narrow: cut down what WIDTHS and DEPTHS name. changes: instead of sizes of the same
-    name, wherever they are known.
+    without: sizes to leave at their defaults.
+    only: index of the only layer to keep, among those of the config without it.
+    narrow: whether to reduce fields that match WIDTHS and DEPTHS.
+    changes: replace SIZES in every config and subconfig that has these fields.
     """
     return CONFIG_MAPPING[kind](**_Sizes(without, only, narrow, changes or {}).of(CONFIG_MAPPING[kind]))
 
 
 def sizes_of(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The arguments by which a class of configs makes one of these sizes, with one layer of each kind."""
+    """The arguments for a config class to create a config with SIZES and one layer of each type."""
     return _Sizes((), None, False, {}).of(kind)
 
 
@@ -179,13 +189,13 @@ class _Sizes:
 
 
 BY_LAYER = re.compile(r"layer_types|per_layer|block_type|attn_layers$|attention_types|sparsity_pattern")
-"""Lists of recipes that go by layer."""
+"""Matches lists in recipes with one item per layer."""
 
 
 def _default(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> Any:
     try:
         return kind()
-    except Exception:  # a config that isn't complete without arguments
+    except Exception:  # The config has required arguments.
         return kind(**{name: value for name, value in more.items() if name != "model_type"})
 
 
@@ -195,7 +205,7 @@ def _is_property(kind: type, name: str) -> bool:
 
 
 def _rotary(default: Any, sizes: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The default's rope_parameters, with sections of M-RoPE that fit the size of a head."""
+    """The rope_parameters of the default config, with M-RoPE sections that fit the head dimension."""
     given = _value(default, "rope_parameters")
     if not isinstance(given, dict) or "mrope_section" not in getattr(default, "ignore_keys_at_rope_validation", ()):
         return {}
@@ -209,7 +219,7 @@ def _rotary(default: Any, sizes: dict[str, Any], more: Mapping[str, Any]) -> dic
 
 
 def _value(config: Any, name: str) -> Any:
-    """An attribute of a config, or None; some configs raise for one that differs by layer."""
+    """An attribute of a config, or None. Some configs raise for an attribute that differs by layer."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -218,7 +228,7 @@ def _value(config: Any, name: str) -> Any:
 
 @functools.cache
 def auto_class_of(kind: str) -> Any:
-    """AutoModel, or else another Auto class that makes a model of a type; the one that its recipe names before all."""
+    """The Auto class for a model type. The class in its recipe has priority, then AutoModel."""
     config_class, preferred = CONFIG_MAPPING[kind], RECIPES.get(kind, {}).get("class")
     heads = [getattr(modeling_auto, name) for name in sorted(dir(modeling_auto)) if name.startswith("AutoModelFor")]
     for auto in sorted([AutoModel, *heads], key=lambda each: each.__name__ != preferred):
@@ -229,7 +239,7 @@ def auto_class_of(kind: str) -> Any:
 
 @functools.cache
 def class_of(kind: str) -> Any:
-    """What makes a model of a type: an Auto class, else a class of the type's own folder; or None."""
+    """The class that builds models of a type: an Auto class, or a class in the directory of the type. None if there is none."""
     auto, config_class, preferred = auto_class_of(kind), CONFIG_MAPPING[kind], RECIPES.get(kind, {}).get("class")
     if auto is not None and (preferred is None or preferred == auto.__name__):
         return auto
@@ -252,15 +262,18 @@ def made(kind: str, config: Any) -> PreTrainedModel:
 
 
 def loader(kind: str, model: PreTrainedModel) -> Any:
-    """The Auto class that loads a saved model of a type again; its own class where no Auto class knows it."""
+    """The Auto class that loads a saved model of a type, or its own class if no Auto class supports it."""
     maker = class_of(kind)
     return maker if hasattr(maker, "from_config") else type(model)
 
 
 def build(kind: str, only: int | None = None, **changes: Any) -> PreTrainedModel | None:
-    """A tiny random model of a type in eval mode, one that runs (`inputs.reading`) if these sizes make one; else None.
+    """A tiny random model of a type in eval mode. None if none can be built.
 
-    only: the one layer that it has, counted among those of the model without it. changes: of sizes.
+    It is the first candidate that runs (see `inputs.reading`), or else the first one.
+
+    only: index of the only layer to keep, among those of the model without it.
+    changes: replace SIZES.
     """
     from tools.hosts.inputs import runs
 
@@ -289,7 +302,7 @@ def candidates(kind: str, only: int | None = None, changes: Mapping[str, Any] | 
                     large.append((values, config))
                     continue
                 yield _filled(kind, config)
-            except Exception:  # whatever a host makes of sizes that aren't its own
+            except Exception:  # Models raise various errors for unsuitable sizes.
                 continue
     for values, config in sorted(large, key=lambda each: each[0])[:1]:
         if values <= MOST_VALUES:
@@ -305,7 +318,7 @@ def _filled(kind: str, config: Any) -> PreTrainedModel:
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Draw all parameters anew: zeros and ones at the start would hide what a layer does."""
+    """Set all parameters to random values, because initial zeros and ones would hide the effect of a layer."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The verdict on a model type: whether it can be patched, and how the checks of a tiny model of it went."""
+"""The verdict on a model type: whether it can be patched, and the results of the checks on a tiny model."""
 
 import logging
 import re
@@ -15,16 +15,22 @@ import hf_posenc
 from tools.hosts import checks, tiny
 
 TEXT = re.compile(r"text|language|decoder|lm\b|llm")
-"""In the paths of the parts of a model: those that read text are judged first."""
+"""Matches the paths of submodels that read text, which are tested first."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on a model type.
 
-    folder: its modeling folder. part: the part that was patched, of a model made of several. source: the positions of the stock
-    model, if it is taken; encodings: of `checks.ENCODINGS`, those that it takes. checks: check -> how it went.
-    reason, message, remedy: of the refusal, if it is refused. crash: another error. unbuilt: why it has no tiny model.
+    kind: the model type.
+    folder: its modeling directory.
+    part: the submodel that was patched, if it is a composite model.
+    source: the positions of the original model. Empty for an unsupported model.
+    encodings: those of `checks.ENCODINGS` that it supports.
+    checks: check -> result.
+    reason, message, remedy: from the error for an unsupported model.
+    crash: any other error.
+    unbuilt: why no tiny model could be built.
     """
 
     kind: str
@@ -69,13 +75,13 @@ class Verdict:
 
     @property
     def not_applicable(self) -> str:
-        """The checks that don't apply, and the encodings that are refused."""
+        """The checks that don't apply, and the unsupported encodings."""
         without = [encoding for encoding in checks.ENCODINGS if encoding not in self.encodings]
         return ", ".join([*(name for name, result in self.checks.items() if result == checks.NOT_APPLICABLE), *without])
 
     @property
     def not_passed(self) -> str:
-        """The first check that isn't passed."""
+        """The first check that didn't pass."""
         return next(
             (
                 f"{name}: {result}"
@@ -87,12 +93,12 @@ class Verdict:
 
     @property
     def rank(self) -> int:
-        """The better, the higher: by which the verdict on a folder is that on one of its types."""
+        """A higher rank is better. A directory has the verdict of its model type with the highest rank."""
         return 4 * self.verified + 3 * self.embeds_only + 2 * self.taken + bool(self.reason)
 
 
 def judge(kind: str) -> Verdict:
-    """The verdict on a model type."""
+    """Build and check a tiny model of a type."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -107,12 +113,12 @@ def judge(kind: str) -> Verdict:
         except hf_posenc.UnsupportedModelError as error:
             refusal = _refusal(kind, error)
             return _best_part(kind, model, getattr(error, "submodels", ()), refusal)
-        except Exception as error:  # a bug: every host is taken or refused
+        except Exception as error:  # a bug, because unsupported models must raise UnsupportedModelError
             return Verdict(kind, folder, crash=f"{type(error).__name__}: {error}")
 
 
 def _judged(kind: str, model: Any, part: str = "") -> Verdict:
-    checks.patch(model, "none", part)  # raises what it is refused for
+    checks.patch(model, "none", part)  # raises UnsupportedModelError for an unsupported model
     host = checks.Host(kind, model, part)
     return Verdict(
         kind, folder_of(kind), part, _source(model.get_submodule(host.path)), tuple(host.taken), checks.checked(host)
@@ -120,7 +126,7 @@ def _judged(kind: str, model: Any, part: str = "") -> Verdict:
 
 
 def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:
-    """The verdict on the first part that passes every check, else on the best one; those that read text first."""
+    """The verdict on the first submodel that is verified, or the best verdict. Submodels that read text come first."""
     best = refusal
     for part in sorted(parts, key=lambda path: not TEXT.search(path)):
         try:

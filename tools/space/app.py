@@ -1,4 +1,4 @@
-"""The page of `hf-posenc explore` as a Space of the Hub; or here: python tools/space/app.py"""
+"""The page of `hf-posenc explore` as a Space on the Hub. To serve it locally, run: python tools/space/app.py"""
 
 from hf_posenc import explorer
 

@@ -1,4 +1,4 @@
-"""The kinds of sources of position in hosts. One kind, one file; importing this package registers them all."""
+"""The kinds of positional components of original models, one file each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

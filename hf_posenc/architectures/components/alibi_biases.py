@@ -1,4 +1,4 @@
-"""ALiBi that hosts compute themselves and hand to their attentions: Bloom, MPT, Falcon with `alibi=True`."""
+"""ALiBi biases that a model computes once and passes to its attentions: Bloom, MPT, Falcon with `alibi=True`."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -11,13 +11,13 @@ from hf_posenc.architectures.components.component import PositionComponent, is_o
 from hf_posenc.signatures import BoundCall, argument_names
 
 ARGUMENTS = {"BloomAttention": "alibi", "FalconAttention": "alibi", "MptAttention": "position_bias"}
-"""Class of an attention -> its argument that is the bias."""
+"""The bias argument of each attention class."""
 LENGTHS = ("max_seq_len",)
-"""Fields of configs that limit such a bias."""
+"""Config fields that limit the length of the bias."""
 
 
 class LinearBias(PositionComponent):
-    """An argument of an attention's which is a tensor of ALiBi's biases: it becomes zeros."""
+    """The ALiBi bias argument of an attention. It is replaced by zeros."""
 
     encoding, verb = "alibi", "distance_bias"
 
@@ -43,7 +43,7 @@ class LinearBias(PositionComponent):
 
 
 def without_bias(argument: str, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of an attention: the bias is 0, also where the host has put it into the mask (Falcon)."""
+    """Pre-hook of an attention. Sets the bias to 0, even if the model has added it to the mask (Falcon)."""
     call = BoundCall(names, args, kwargs)
     bias, mask = call[argument], call["attention_mask"]
     changes = {} if bias is None else {argument: torch.zeros_like(bias[..., -1:])}

@@ -32,22 +32,22 @@ class UnsupportedModelError(ValueError):
 
 
 class PositionComponent(abc.ABC):
-    """One place where a stack has positions. Each kind is a subclass in a file of its own, registered by existing.
+    """A positional component of a stack. Each kind is a subclass, which registers itself when it is defined.
 
-    A *stack* is the part of a model which makes positions for a row of attentions (BertModel, LlamaModel). Paths and keys
-    are relative to it.
+    A *stack* is an encoder or decoder: the part of a model that computes positions for a list of layers (BertModel,
+    LlamaModel). Paths and keys are relative to it.
 
-    path: dotted path of the module that holds the positions.
+    path: dotted path of the component: a module, a parameter, a buffer, or an argument of a module.
     """
 
     kinds: ClassVar[list[type["PositionComponent"]]] = []
-    """Every kind of source."""
+    """All kinds of components."""
     encoding: ClassVar[str]
-    """The name of our encoding that these positions are equivalent to."""
+    """The name of the hf-posenc encoding that is equivalent to these positions."""
     verb: ClassVar[str]
-    """How they act: embed, rotate, distance_bias."""
+    """The mechanism of these positions, such as embed, rotate, or distance_bias."""
     arguments: ClassVar[tuple[str, ...]] = ()
-    """Arguments of the host's forward by which such positions could be given by hand."""
+    """Arguments of the original model's forward that pass such positions explicitly."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -59,110 +59,115 @@ class PositionComponent(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator["PositionComponent"]:
-        """The sources of this kind among the modules of a stock stack, dotted path -> module.
+        """The components of this kind in an original stack.
 
-        Raises UnsupportedModelError for one that is recognised but can't be taken over.
+        modules: the modules to search, by dotted path.
+
+        Raises UnsupportedModelError for a component that can't be replaced.
         """
 
     @classmethod
     def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> "PositionComponent":
-        """The source of this kind at a path that `find` once found in a stack of this class.
+        """The component of this kind at a path that `find` returned for a stack of the same class.
 
-        Raises KeyError, or AttributeError, where there is none.
+        Raises KeyError or AttributeError if there is none.
         """
         return cls(path, modules[path])
 
     def check(self, config: Any) -> None:
-        """Raises KeyError, AttributeError or TypeError where a module that a plan names isn't of this kind."""
+        """Raises KeyError, AttributeError, or TypeError if the module that a plan names isn't of this kind."""
         self.saved_shapes(None), self.width, self.offset, self.usable_length(config)
 
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
-        """Whether a module that bears the name of a common table of vectors is of this kind instead."""
+        """Whether a module belongs to this kind, even if its name or class matches a more common kind."""
         return False
 
     @classmethod
     def check_config(cls, config: Any) -> None:
-        """Raises ValueError for a config whose host would make such a source beyond all bounds, patched or not."""
+        """Raises ValueError for a config with which the original model would create an invalid or oversized component."""
         return
 
     @abc.abstractmethod
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        """Take the host's positions out of a stack that has its encoding as `stack.posenc`.
+        """Disable this component in a stack whose encoding is `stack.posenc`.
 
-        adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `accepts_embeddings`).
+        adds_vectors: whether the encoding's vectors replace the original ones at the input (see `accepts_embeddings`).
         """
 
     @property
     def claimed(self) -> tuple[str, ...]:
-        """The paths of the modules and parameters that make these positions."""
+        """The paths of the modules and parameters that belong to this component."""
         return (self.path,)
 
     accepts_embeddings: ClassVar[bool] = False
-    """Whether the host adds to its inputs what this source answers."""
+    """Whether the original model adds the output of this component to its inputs."""
 
     layer_token_axis: ClassVar[int | None] = None
-    """The axis of tokens in the hidden states that enter layers, such as -2 of `[B, channels, L, D]`; None: the attention's."""
+    """The token axis of the hidden states that enter the layers, such as -2 in `[B, channels, L, D]`. None: the attention's."""
 
     @property
     def output_module(self) -> str | None:
-        """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added there."""
+        """The path of the module whose output `[B, L, D]` includes the original vectors, if others can be added to it."""
         return None
 
     @property
     def offset(self) -> int | None:
-        """The position id of the first token, if ids mean something to this source."""
+        """The position ID of the first token. None if the component doesn't depend on IDs."""
         return None
 
     @property
     def width(self) -> int | None:
-        """The size of the vectors that are added here, if it takes vectors."""
+        """The size of the vectors that this component adds. None if it adds no vectors."""
         return None
 
     def usable_length(self, config: Any) -> int | None:
-        """The longest input in tokens that a stock host is made for."""
+        """The original model's maximum length in tokens. None for no limit."""
         return None
 
     def trained_length(self, config: Any) -> int | None:
-        """The longest input that these positions were trained for, where they go on by a rule behind it."""
+        """The length in tokens that these positions were trained for. It differs from the maximum if a rule extends them."""
         return self.usable_length(config)
 
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        """Key -> shape of the learned tensors that `unpatch` needs, for a host whose config says `rows`."""
+        """The shapes of the learned tensors that `unpatch` needs, by key.
+
+        rows: the length field of the original config.
+        """
         return {}
 
     follows_rope_parameters: ClassVar[bool] = False
-    """Whether the module turns by `rope_parameters` of the config."""
+    """Whether the module computes its rotation from `rope_parameters` of the config."""
 
     @property
     def learned_table(self) -> tuple[str, int] | None:
-        """Of a learned table `[rows, D]` of consecutive positions the key of its parameter, and the row of position 0."""
+        """The key of learned position embeddings `[rows, D]`, and the row of position 0. None for other components."""
         return None
 
     def table(self) -> Tensor | None:
-        """The host's vectors of the positions from 0 on, `[rows, D]`, if it has them: an encoding may adopt them."""
+        """The original position embeddings from position 0 on, `[rows, D]`, if any. They can initialize an encoding."""
         return None
 
 
 class Disabled(nn.Module):
-    """Replaces a module of the host's; most are learned tables, of the shape `rows × size`.
+    """Replaces a module of the original model, usually learned position embeddings `[rows, D]`.
 
-    key: of the module's weight, relative to the stack.
+    key: key of the module's weight, relative to the stack.
     """
 
     padding_idx = None
-    """As of a table without a row for padding: the host's own initialisation may ask."""
+    """The original model's weight initialization may read it."""
 
     def __init__(self, stack: Any, path: str, table: Any) -> None:
         super().__init__()
-        # In a tuple, so that the stack is not registered as a child of its own part.
+        # In a tuple, so that the stack is not registered as a child of its own submodule.
         self._stack = (stack,)
         shape = getattr(getattr(table, "weight", None), "shape", ())
         self.key, self.shape = f"{path}.weight", tuple(shape)
 
     @property
     def kept(self) -> Tensor | None:
-        """The host's own table, or None."""
+        """The original weight if it is kept in `posenc.original`. Otherwise None."""
         (stack,) = self._stack
         try:
             return stack.get_buffer(f"posenc.original.{self.key}")
@@ -171,7 +176,7 @@ class Disabled(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For the host's own initialisation, which may fill its table: the kept one, or a scratch one."""
+        """The kept weight, or a temporary tensor that the original model's weight initialization can fill."""
         return torch.zeros(self.shape) if self.kept is None else self.kept
 
     def extra_repr(self) -> str:
@@ -179,12 +184,12 @@ class Disabled(nn.Module):
 
 
 def is_transformers(cls: type) -> bool:
-    """Whether a class is one of Transformers' own, not of a user's or of code that came with a checkpoint."""
+    """Whether a class belongs to Transformers, rather than to a user or to remote code of a checkpoint."""
     return cls.__module__.startswith("transformers.")
 
 
 def is_one_of(names: Collection[str], module: nn.Module) -> bool:
-    """Whether a module is of one of these classes of Transformers' own."""
+    """Whether the class of a module belongs to Transformers and has one of these names."""
     return type(module).__name__ in names and is_transformers(type(module))
 
 

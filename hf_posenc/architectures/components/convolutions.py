@@ -1,4 +1,4 @@
-"""Convolutions over hidden states, whose answer the host adds to them as positions: wav2vec 2.0, HuBERT, WavLM, SEW.
+"""Convolutions whose outputs are added to the hidden states as positions: wav2vec 2.0, HuBERT, WavLM, SEW.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -18,9 +18,9 @@ CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
 
 
 class PositionalConvolution(PositionComponent):
-    """A module that convolves the hidden states, `[B, L, D]` or `[B, D, L]`, into vectors to add to them.
+    """A module that maps hidden states, `[B, L, D]` or `[B, D, L]`, to vectors that are added to them.
 
-    One with a stride answers fewer of them, for hosts that pool their hidden states as well (SEW).
+    A strided convolution returns fewer vectors, in models that also pool their hidden states (SEW).
     """
 
     encoding, verb, accepts_embeddings = "convolution", "embed", True
@@ -45,12 +45,12 @@ class PositionalConvolution(PositionComponent):
                         reason="unknown format of convolutional positions",
                     )
                 found.append(path)
-                if path.rpartition(".")[2] in read:  # wav2vec2-conformer makes one and never calls it
+                if path.rpartition(".")[2] in read:  # wav2vec2-conformer has one that it never calls
                     yield component
 
     @property
     def token_axis(self) -> int | None:
-        """The axis of tokens in what the module is given and answers; None where it is neither of the two."""
+        """The token axis of the module's inputs and outputs, 1 or 2, determined by calling it. None if neither works."""
         length = next(length for length in (5, 7) if length != self.width)
         like = next(self.module.parameters())
         expected = answered(self.sizes, length)
@@ -76,12 +76,12 @@ class PositionalConvolution(PositionComponent):
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a module is one of positions."""
+    """Whether a module is a positional convolution, by its class name."""
     return CLASS.search(type(module).__name__) is not None
 
 
 class DisabledConvolution(Disabled):
-    """Answers hidden states with the vectors of the encoding, or with zeros where those are added elsewhere."""
+    """Returns the vectors of the encoding, or zeros if they are added elsewhere."""
 
     def __init__(self, stack: Any, component: PositionalConvolution, adds_vectors: bool) -> None:
         super().__init__(stack, component.path, component.layers[0])
@@ -102,9 +102,9 @@ class DisabledConvolution(Disabled):
 
 
 def answered(sizes: Sequence[tuple[int, int, int]], length: int) -> int:
-    """The number of vectors that convolutions of these kernel sizes, strides and paddings answer in turn.
+    """The output length of consecutive convolutions.
 
-    An even kernel answers one too many, which these modules cut off.
+    sizes: (kernel size, stride, padding) of each. With an even kernel, the modules remove the last output.
     """
     for kernel_size, stride, padding in sizes:
         length = (length + 2 * padding - kernel_size) // stride + kernel_size % 2

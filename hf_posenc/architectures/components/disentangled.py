@@ -1,4 +1,4 @@
-"""The disentangled terms of DeBERTa and SEW-D: content by relative position and position by content, added to the scores."""
+"""The disentangled attention terms of DeBERTa and SEW-D: content-to-position and position-to-content, added to the scores."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,23 +8,23 @@ from torch import nn
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, replace
 
 OWNERS = ("DebertaEncoder", "DebertaV2Encoder", "SEWDTransformerEncoder")
-"""Classes of the encoders that have the vectors of relative positions, and a LayerNorm for them."""
+"""Classes of the encoders that contain the relative position embeddings and their LayerNorm."""
 ATTENTIONS = ("DisentangledSelfAttention",)
 FOLDERS = ("transformers.models.deberta", "transformers.models.sew_d")
 OF_OWNERS, OF_ATTENTIONS = (
     ("rel_embeddings", "LayerNorm"),
     ("pos_dropout", "pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj"),
 )
-"""Their modules that serve these terms alone."""
+"""The submodules of encoders and of attentions that are used only for these terms."""
 TERMS = {
     **dict.fromkeys(OWNERS, ("get_rel_embedding", "get_rel_pos")),
     **dict.fromkeys(ATTENTIONS, ("disentangled_att_bias", "disentangled_attention_bias")),
 }
-"""Class -> the methods which make the terms."""
+"""The methods of each class that compute the terms. A class may have only one of them."""
 
 
 class DisentangledTerm(PositionComponent):
-    """A module that serves these terms alone: the vectors, their norm, an attention's projections of them."""
+    """A module that is used only for these terms: the embeddings, their norm, or an attention's projection of them."""
 
     encoding, verb = "deberta", "score_bias"
 
@@ -64,12 +64,12 @@ class DisentangledTerm(PositionComponent):
 
 
 class DisabledPart(Disabled):
-    """Passes on what it gets: what serves these terms alone is never read."""
+    """Returns its input, which is None, because the methods that compute it are replaced."""
 
     def forward(self, nothing: None) -> None:
         return nothing
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method of the host's that would make a term."""
+    """Replaces a method that computes a term."""
     return None

@@ -1,7 +1,7 @@
-"""Tables of learned position vectors in models of images and sounds, bare parameters or embeddings: ViT, DINOv2, CLIP.
+"""Position embeddings of vision and audio models, stored as parameters, buffers, or `nn.Embedding`: ViT, DINOv2, CLIP.
 
-Such a host reads its table in ways of its own: it slices, interpolates, gathers. So the table is silenced where it lies: its
-module becomes one of a subclass with the same name, in which the table's attribute answers zeros.
+Each model reads them differently: it slices, interpolates, or gathers. They are therefore disabled in place. The class of their
+module is replaced by a subclass of the same name, in which the attribute is a property that returns zeros.
 """
 
 import functools
@@ -30,7 +30,7 @@ NAMES = (
     "time_position_embeddings",
     "time_embeddings",
 )
-"""Of a parameter, a tensor or an `nn.Embedding`."""
+"""Names of parameters, buffers, other tensors, or `nn.Embedding` modules."""
 NOT_BY_TOKEN = (
     "mid_position_embeddings",
     "position_embedding_table",
@@ -39,16 +39,16 @@ NOT_BY_TOKEN = (
     "time_position_embeddings",
     "time_embeddings",
 )
-"""Those that don't have one vector for each patch: of several layers, of rows and columns, of frames, of a class token."""
+"""Names of those without one vector per patch: for several layers, rows and columns, frames, or a class token."""
 SILENCED = "_posenc_silenced"
-"""The attribute of a module that names its silenced parameters."""
+"""The attribute of a module that maps the names of its disabled tensors to their `Zeros`."""
 
 
 class PositionParameter(PositionComponent):
-    """A parameter of vectors `[..., rows, D]`, or a constant tensor of them, in a stack whose inputs aren't tokens.
+    """Position embeddings `[..., rows, D]`, learned or constant, in a stack that doesn't read token IDs.
 
-    path: of the parameter. A table of one vector for each token also covers extra tokens.
-    near: path and module of what reads it.
+    path: path of the tensor. If it has one vector per token, this includes extra tokens.
+    near: path and module of the module that uses it.
     """
 
     encoding, verb = "learned", "embed"
@@ -87,7 +87,7 @@ class PositionParameter(PositionComponent):
 
     @property
     def key(self) -> str:
-        """The name of the table in its module."""
+        """The name of the tensor in its module."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -99,12 +99,12 @@ class PositionParameter(PositionComponent):
 
     @property
     def output_module(self) -> str | None:
-        # CLIP normalises what comes out, so its layers are no place for vectors of the same size.
+        # Vectors can't be added at the first layer instead, because CLIP normalizes this output before it.
         return None if self.key in NOT_BY_TOKEN else self.near_path or None
 
     @property
     def patches(self) -> int:
-        """The number of patches that have a vector. Extra tokens that were added later have none (registers)."""
+        """The number of patches that have a vector. Extra tokens that were added later (registers) have none."""
         rows = math.prod(self.shape[:-1])
         told = (getattr(module, "num_patches", None) for module in self.near.modules())
         counts = [count for count in told if isinstance(count, int) and count <= rows - self.extra_tokens[1]]
@@ -121,7 +121,7 @@ class PositionParameter(PositionComponent):
         return {self.path: self.shape} if self.is_learned else {}
 
     def table(self) -> Tensor | None:
-        """The vectors of the patches, where there is one for each."""
+        """The vectors of the patches. None if there isn't one vector per patch."""
         if self.key in NOT_BY_TOKEN:
             return None
         vectors = self._tensor.flatten(0, -2)
@@ -130,7 +130,7 @@ class PositionParameter(PositionComponent):
 
 
 class Zeros:
-    """What a silenced table answers: zeros of its shape, in the dtype and on the device of the modules around it."""
+    """Computes the value of a disabled tensor: zeros of its shape, with the dtype and device of the module that uses it."""
 
     def __init__(self, stack: nn.Module, path: str, near: nn.Module, table: Tensor) -> None:
         self.around, self.path, self.shape = (near, stack), path, tuple(table.shape)
@@ -141,14 +141,14 @@ class Zeros:
         tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
         like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
         device = like.device
-        if like.is_meta:  # all other weights are offloaded now, or the whole model is on the meta device
+        if like.is_meta:  # All other weights are offloaded, or the whole model is on the meta device.
             hooks = filter(None, map(accelerate_hook, (self.around[0], *stack.modules())))
             device = next((hook.execution_device for hook in hooks if hasattr(hook, "execution_device")), device)
         return torch.zeros(self.shape, dtype=like.dtype, device=device)
 
 
 def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
-    """Make an attribute of a module, a parameter or a constant, answer zeros."""
+    """Replace a parameter, buffer, or other tensor attribute of a module by zeros."""
     for place in (module._parameters, module._buffers, vars(module)):
         place.pop(key, None)
     silenced = {**vars(module).get(SILENCED, {}), key: zeros}
@@ -158,13 +158,13 @@ def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
 
 
 def disabled_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of a module that answer zeros instead."""
+    """The names of the disabled tensors of a module."""
     return tuple(vars(module).get(SILENCED, ()))
 
 
 @functools.cache
 def _silent(host: type, keys: tuple[str, ...]) -> type:
-    """A subclass of a host's class, of the same name, in which these attributes are computed."""
+    """A subclass of a module class, with the same name, in which these attributes are properties that return zeros."""
     body: dict[str, Any] = {key: property(_answering(key)) for key in keys}
     body |= {
         "__module__": host.__module__,
@@ -179,7 +179,7 @@ def _silent(host: type, keys: tuple[str, ...]) -> type:
 def _answering(key: str) -> Callable[[Any], Tensor]:
     def zeros(module: Any) -> Tensor:
         silenced = vars(module).get(SILENCED, {})
-        if key not in silenced:  # another model of this class, which is being built: its own attribute
+        if key not in silenced:  # an instance that is still being built
             raise AttributeError(key)
         return silenced[key]()
 
@@ -187,7 +187,7 @@ def _answering(key: str) -> Callable[[Any], Tensor]:
 
 
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """For copies and pickles, which would look the class up by its name."""
+    """`__reduce_ex__` for copy and pickle, which would otherwise look up the class by name and find the original one."""
     host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
     return _new, (host, disabled_names(module)), vars(module).copy()
 

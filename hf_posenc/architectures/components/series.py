@@ -1,4 +1,4 @@
-"""Tables of positions in time series of several channels: PatchTST.
+"""Position embeddings of time series with several channels: PatchTST.
 
 Shapes: B batch, C channels, L patches, D hidden_size.
 """
@@ -13,13 +13,14 @@ from hf_posenc.architectures.components.position_parameters import PositionParam
 from hf_posenc.architectures.components.vision import count_extra_tokens
 
 TABLES = {"PatchTSTPositionalEncoding": "position_enc"}
-"""Class of a module -> its parameter `[L, D]`, whose first row is that of a class token, if there is one."""
+"""The parameter `[L, D]` of each module class. Its first row belongs to the class token, if there is one."""
 
 
 class SeriesTable(PositionParameter):
-    """A table that a module adds to each channel of `[B, C, L, D]`, behind a class token and before dropout, which are its own.
+    """Position embeddings that a module adds to each channel of `[B, C, L, D]`.
 
-    Attentions see one channel at a time, so all channels have the same positions.
+    The module also adds the class token and applies dropout. Attentions process each channel separately, so all channels have
+    the same positions.
     """
 
     layer_token_axis = -2

@@ -1,4 +1,4 @@
-"""Learned relative biases of a host's own, which its attentions add to their scores: T5, MPNet, LayoutLMv3."""
+"""Learned relative biases that attentions add to their scores: T5, MPNet, LayoutLMv3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_transformers, replace
 
 TABLE, METHODS = "relative_attention_bias", ("compute_bias", "compute_position_bias")
-"""The name of such a table in most hosts, and of the method of its owner which makes the bias of it."""
+"""The usual names of the parameters' module and of its parent's method that computes the bias."""
 MAKERS = {"LayoutLMv3Encoder": ("rel_pos_bias", "_cal_1d_pos_emb")}
-"""Class of an owner with other names -> its table and method."""
+"""The names of the module and method in parent classes with other names."""
 
 
 class RelativeBias(PositionComponent):
-    """A table of biases by bucket of distance, as in T5: of a stack's first attention, or of each."""
+    """Biases by distance bucket, as in T5, in one module of a stack or in each attention."""
 
     encoding, verb = "t5", "distance_bias"
     module: Any
@@ -44,7 +44,7 @@ class RelativeBias(PositionComponent):
 
 
 def _maker(module: Any) -> tuple[str, str] | None:
-    """The names of a module's table and of the method that makes the bias of it, if it owns one."""
+    """The names of the bias parameters' module and of the method that computes the bias, if this module has both."""
     if not is_transformers(type(module)):
         return None
     table, *methods = MAKERS.get(type(module).__name__, (TABLE, *METHODS))
@@ -53,16 +53,16 @@ def _maker(module: Any) -> tuple[str, str] | None:
 
 
 class DisabledBias(Disabled):
-    """Makes a bias of 0."""
+    """Computes a bias of 0."""
 
     def make(self, *args: Any, **kwargs: Any) -> float:
-        """In place of the host's own method."""
+        """Replaces the method that computes the bias."""
         return 0.0
 
 
 class DisabledTensorBias(Disabled):
-    """Makes a bias of 0, which the host adds to others in place."""
+    """Computes a bias of 0 as a tensor, which the model adds to others in place."""
 
     def make(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of the host's own method."""
+        """Replaces the method that computes the bias."""
         return self._stack[0].get_input_embeddings().weight.new_zeros(1, 1, 1, 1)
