@@ -259,7 +259,7 @@ class Windows:
         if not 1 <= self.stride <= self.room:
             raise ValueError(
                 f"stride={self.stride} isn't valid. It must be from 1 to {self.room}, the tokens of a window without the "
-                f"special ones; otherwise, windows would skip tokens. The default is {max(1, self.room // 2)}."
+                f"special ones; otherwise, windows would skip tokens. The default is {max(1, 3 * self.room // 4)}."
             )
 
     @property

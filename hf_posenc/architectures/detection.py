@@ -336,7 +336,7 @@ def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
 
 
 def refuse_several_models(model: Any) -> None:
-    """Raises UnsupportedModelError for a composite model (LLaVA). BART's encoder and decoder have the config of the whole model."""
+    """Raises UnsupportedModelError for a composite model (LLaVA). BART's encoder and decoder have the whole model's config."""
     for path, module in model.named_modules():
         if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             raise _several_models(model, path)

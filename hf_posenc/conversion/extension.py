@@ -79,10 +79,11 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
     rotations keep them.
 
     Encoders, original or patched:
-        "windows"     divides longer inputs into overlapping windows of `window` tokens (the old length) at a `stride`. Each has
-                      its own positions and repeats `prefix` and `suffix` special tokens (1 each). The hidden state of a token
-                      comes from the window in which it is most central; those of special tokens are means. If `token_type_ids`
-                      mark a first segment, such as a question, each window repeats it.
+        "windows"     divides longer inputs into overlapping windows of `window` tokens (the old length), `stride` tokens
+                      apart (three quarters of a window). Each has its own positions and repeats `prefix` and `suffix` special
+                      tokens (1 each). The hidden state of a token comes from the window in which it is most central; those of
+                      special tokens are means. If `token_type_ids` mark a first segment, such as a question, each window
+                      repeats it.
 
     Args:
         model: a Transformers model, patched or not, a SentenceTransformer with one, a `PositionEmbedding`, or a

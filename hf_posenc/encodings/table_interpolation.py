@@ -38,7 +38,7 @@ class Extension:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def windows(self) -> dict[str, int]:
-        """The windows of the method "windows": by default as long as the current maximum length, and half overlapping.
+        """The windows of the method "windows": by default as long as the current maximum length, and a quarter overlapping.
 
         Raises ValueError for a setting that the method doesn't have, or for a window longer than the current maximum length.
         """
@@ -51,7 +51,7 @@ class Extension:
                 f"{self.before}, the current maximum length. The model was not changed."
             )
         room = chosen["window"] - chosen["prefix"] - chosen["suffix"]
-        return {"stride": max(1, room // 2), **chosen}
+        return {"stride": max(1, 3 * room // 4), **chosen}
 
     def refuse_other_settings(self, *allowed: str) -> None:
         """Raises ValueError for a setting that the method doesn't have."""
