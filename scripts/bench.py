@@ -1,4 +1,4 @@
-"""Measure speed and memory: `python -m benchmarks.bench`, from any folder."""
+"""Measure speed and memory: `python -m benchmarks.bench`, from any directory."""
 
 import sys
 from pathlib import Path

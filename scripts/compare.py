@@ -1,4 +1,4 @@
-"""Train models with several encodings and compare them by length: `python -m experiments.compare`, from any folder."""
+"""Train models with several encodings and compare them by length: `python -m experiments.compare`, from any directory."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Convert, train and compare MiniLM: `python -m experiments.demo`, from any folder."""
+"""Convert, train, and compare MiniLM: `python -m experiments.demo`, from any directory."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Distil a patched model from its original: `python -m hf_posenc.training.distill` in a clone of the repository."""
+"""Distill a patched model from its original: `python -m hf_posenc.training.distill` in a clone of the repository."""
 
 from hf_posenc.evaluation import terminals
 from hf_posenc.training.distill import main

@@ -1,4 +1,4 @@
-"""Measure models by length: `python -m experiments.eval_length`, from any folder."""
+"""Evaluate models by length: `python -m experiments.eval_length`, from any directory."""
 
 import sys
 from pathlib import Path

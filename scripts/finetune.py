@@ -1,4 +1,4 @@
-"""Fine-tune a model on labelled text: `python -m hf_posenc.training.finetune` in a clone of the repository."""
+"""Fine-tune a model on labeled text: `python -m hf_posenc.training.finetune` in a clone of the repository."""
 
 from hf_posenc.evaluation import terminals
 from hf_posenc.training.finetune import main

@@ -1,4 +1,4 @@
-"""Train a model to predict the next token: `python -m hf_posenc.training.train_clm` in a clone of the repository."""
+"""Train a causal language model: `python -m hf_posenc.training.train_clm` in a clone of the repository."""
 
 from hf_posenc.evaluation import terminals
 from hf_posenc.training.train_clm import main

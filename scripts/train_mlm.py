@@ -1,4 +1,4 @@
-"""Train a model to fill in masked tokens: `python -m hf_posenc.training.train_mlm` in a clone of the repository."""
+"""Train a masked language model: `python -m hf_posenc.training.train_mlm` in a clone of the repository."""
 
 from hf_posenc.evaluation import terminals
 from hf_posenc.training.train_mlm import main

@@ -22,7 +22,7 @@ LIMITS = {
     "docs/guides/share.md": 700,
     "docs/guides/export.md": 480,
     "docs/guides/integrations.md": 1000,
-    "docs/guides/custom_encoding.md": 780,
+    "docs/guides/custom_encoding.md": 860,
     "docs/guides/custom_model.md": 1100,
     "docs/guides/v4.md": 450,
     "docs/guides/analyze.md": 750,

@@ -162,11 +162,7 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     verdicts = list(verdicts)
     verified = {verdict.folder for verdict in verdicts if verdict.verified}
     embedding = {verdict.folder for verdict in verdicts if verdict.embeds_only} - verified
-    built = [verdict for verdict in verdicts if not verdict.unbuilt]
-    return (
-        f"{len(verified)} of {len(folders())} model families pass every check, {len(embedding)} more with additive encodings "
-        f"only; {sum(verdict.verified for verdict in verdicts)} of {len(built)} model types that build"
-    )
+    return f"{len(verified)} of {len(folders())} model families pass every check, {len(embedding)} more with additive encodings only"
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
