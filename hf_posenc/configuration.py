@@ -27,9 +27,9 @@ from hf_posenc.encodings import (
 )
 
 INJECT = ("input", "every_layer", "after_attention")
-"""Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
+"""Where vectors are added: to the token embeddings, the input of each layer, or the output of each attention block."""
 WHERE = ("encoder", "decoder", "cross")
-"""Where an encoding applies in an encoder-decoder model: in the self-attention of each, and in cross-attention."""
+"""Where an encoding applies in an encoder-decoder model: in the self-attention of either stack, or in cross-attention."""
 PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where", "windows")
 """The keys of `position_encoding` that aren't options of an encoding. `layers` is next to the options of each part."""
 PARSED = "_position_spec"
@@ -138,7 +138,7 @@ class StackPlan:
 
 
 def plans_of(config: Any) -> tuple[StackPlan, ...]:
-    """The plans of a config. Empty if it was created from scratch or saved by version 0.1.
+    """The plans of a config. A config created from scratch or saved by version 0.1 has none.
 
     Raises ValueError for malformed plans.
     """
@@ -200,7 +200,7 @@ class Calibration:
     texts, tokens: number of calibration texts, and of their tokens without padding.
     length: number of tokens of the longest text.
     kl_before, kl_after: for each attention, the mean Kullback-Leibler divergence of a query's attention from that in the
-        original model, in nats, with the encoding's initial values and after calibration, on the same inputs.
+        original model, in nats. It is measured on the same inputs with the encoding's initial values and after calibration.
     agreement_before, agreement: mean cosine between the hidden states of the model and of the original, patched only and
         calibrated.
     held_out: number of texts for the agreement that weren't used for calibration. 0 if it was measured on the same texts.
@@ -264,7 +264,7 @@ class Windows:
 
     @property
     def room(self) -> int:
-        """Number of tokens in a window without prefix and suffix."""
+        """The number of tokens in a window without prefix and suffix."""
         return self.window - self.prefix - self.suffix
 
     @classmethod
@@ -418,11 +418,11 @@ class PositionSpec:
 
     @property
     def pass_length(self) -> int | None:
-        """Maximum number of tokens in a forward pass: of a window, if there are windows."""
+        """The maximum number of tokens in a forward pass, which is that of a window if there are windows."""
         return self.max_length if self.windows is None else self.windows.window
 
     def encoding_for(self, where: str) -> "PositionSpec | None":
-        """The spec for one of WHERE, or None."""
+        """The spec for a place in WHERE, or None."""
         if where not in (self.where or ("encoder", "decoder")):
             return None
         other = self.others.get(where)
@@ -498,7 +498,8 @@ def write(config: Any, spec: PositionSpec) -> None:
 def change_class(config: Any, cls: Any) -> None:
     """Change a config's class and model type.
 
-    A loaded config has its model type as an attribute, which Transformers uses to rename weights when a model is saved."""
+    A loaded config has its model type as an attribute, which Transformers uses to rename weights when a model is saved.
+    """
     config.__class__ = cls
     vars(config).pop("model_type", None)
 
@@ -525,7 +526,7 @@ def make_parts_stock(config: Any) -> None:
 
 
 def with_current_keys(given: Any) -> Any:
-    """A `position_encoding` with the keys of this version. Version 0.1 wrote "host" instead of "original"."""
+    """A `position_encoding` with the keys of this version. Version 0.1 wrote `host` instead of `original`."""
     if not isinstance(given, dict) or "host" not in given:
         return given
     if "original" in given:

@@ -1,4 +1,4 @@
-"""The arguments of a module's call, for hooks that read or change them; what the code of modules mentions."""
+"""Arguments of a module's call, for hooks that read or change them, and names that the code of modules uses."""
 
 import inspect
 import re
@@ -11,33 +11,33 @@ from torch import nn
 TOKEN_INPUTS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
 IS_CAUSAL = "is_causal"
-"""The config's flag, and argument of a forward, by which Transformers makes a decoder bidirectional."""
+"""The config flag and forward argument with which Transformers makes a decoder bidirectional."""
 
 FLATTENED = re.compile(r"input_ids\.(view|reshape)\(\s*-1,\s*input_(shape\[-1\]|ids\.(shape\[-1\]|size\(-1\)))\s*\)")
-"""The code by which models of Transformers flatten ids."""
+"""Matches the code with which Transformers models flatten IDs."""
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """The arguments of a module's forward, in order."""
+    """The arguments of a module's forward method, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def reads_tokens(module: nn.Module) -> bool:
-    """Whether a module takes token ids."""
+    """Whether a module reads token IDs."""
     return "input_ids" in argument_names(module)
 
 
 def flattens_ids(module: nn.Module) -> bool:
-    """Whether a module takes ids of more dimensions than `[B, L]` as one text in each row (GPT-2 with a choice of answers)."""
+    """Whether a module flattens IDs with more dimensions than `[B, L]` to one text per row (multiple choice with GPT-2)."""
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
-    except (OSError, TypeError):  # A class of an interpreter's prompt has no source.
+    except (OSError, TypeError):  # A class defined in the interactive interpreter has no source.
         return False
     return bool(FLATTENED.search(source))
 
 
 def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
-    """The names of all attributes that the methods of these modules read, but for those which make or initialise them."""
+    """The names of all attributes that the methods of these modules read, except the methods that create or initialize them."""
     made = ("__init__", "_init_weights")
     kinds = {
         kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module
@@ -48,7 +48,7 @@ def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
 
 
 def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """A code, and those of the functions that it defines."""
+    """A code object and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -56,7 +56,7 @@ def codes_within(code: CodeType) -> Iterator[CodeType]:
 
 
 class BoundCall:
-    """The arguments of one call of a module, by name, however they were passed."""
+    """The arguments of one call of a module by name, whether they were passed by position or by keyword."""
 
     def __init__(self, names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
         self.names, self.args, self.kwargs = names, args, kwargs
@@ -68,7 +68,7 @@ class BoundCall:
         return self.args[index] if index < len(self.args) else None
 
     def changed(self, **values: Any) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with some replaced, each where it was passed."""
+        """The arguments with some replaced. Positional arguments stay positional."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in values.items():
             if name in self.names and self.names.index(name) < len(args):
@@ -78,5 +78,5 @@ class BoundCall:
         return tuple(args), kwargs
 
     def of_type(self, kind: type) -> Any:
-        """The first argument of a type, or None: hosts name their caches differently."""
+        """The first argument of a type, or None. It finds caches, whose argument names differ between models."""
         return next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, kind)), None)

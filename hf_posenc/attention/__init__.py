@@ -1,1 +1,1 @@
-"""How rotation and score biases reach an attention function."""
+"""Applies rotations and score biases in attention functions."""

@@ -1,9 +1,10 @@
-"""How the bias of an encoding is computed: `select_backend` chooses a backend, and `biased_attention` runs it.
+"""Backends that compute the bias of an encoding. `select_backend` chooses one, and `biased_attention` runs it.
 
-- dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
-  all encodings, implementations and masks.
-- toeplitz: where the bias depends on distance alone. SDPA reads it from a view of one row `[H, Q + K - 1]`, keys in reverse.
-- blockwise: where it has gradients, or depends on distance and content (`PositionEncoding.distance_vectors`).
+- dense: a bias `[1, H, Q, K]` with the attention mask merged into it. If possible, it is built once for all layers. It
+  supports all encodings, implementations, and masks.
+- toeplitz: for biases that depend only on distance. SDPA reads the bias from a view of one row `[H, Q + K - 1]`, with the
+  keys in reverse order.
+- blockwise: for biases with gradients, or that depend on distance and content (`PositionEncoding.distance_vectors`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
 """
@@ -28,36 +29,36 @@ from hf_posenc.encodings import PositionContext, PositionEncoding
 
 BiasBackend = Literal["dense", "toeplitz", "blocks"]
 MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256}
-"""The number of keys from which a backend is faster than the dense one (`scripts/bench.py`)."""
+"""The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
-"""Arguments of SDPA's function with which it adds a bias of its own, or complains."""
+"""Arguments with which the SDPA function adds its own bias, or warns."""
 FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
-"""Since Transformers 5.14. Before, its flex attention ignores a bias without a message."""
+"""True since Transformers 5.14. Earlier versions of its flex attention silently ignore a bias."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
-"""A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
+"""A weight that is negligible compared with 1, even summed over thousands of keys. float32 distinguishes 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
-"""Of a block of a causal attention, which leaves out the keys behind it."""
+"""The number of queries in a block of causal attention. A block omits the keys after it."""
 
 
 def _by_content(encoding: PositionEncoding) -> bool:
-    """Whether its bias depends on queries or keys."""
+    """Whether the bias of an encoding depends on queries or keys."""
     return "score_bias" in encoding.mechanisms() and encoding.reads_content
 
 
 def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | None]:
-    """The backend for the biases of a call under SDPA, and which keys the queries see, if that backend has to know."""
+    """The backend for the biases of a call under SDPA, and the keys that queries see, if the backend needs them."""
     biasing, query, keys, context, spans = call.biasing, call.query, call.key.shape[2], call.context, None
     by_content = [encoding for encoding in biasing if "score_bias" in encoding.mechanisms()]
     backend: BiasBackend = "toeplitz"
-    # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
+    # With dropout, SDPA computes all scores. Gradient checkpointing first runs without gradients, then with the same dropout.
     if by_content or call.dropout or any(encoding.is_trained() for encoding in biasing):
         backend = "blocks"
     if (
         not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed())
-        and query.device.type == "cpu"  # whose kernel reads any view as a bias
+        and query.device.type == "cpu"  # The CPU kernel reads any view as a bias.
         and query.shape[2] > 1
         and keys >= MIN_KEYS_FOR_BACKEND[backend]
-        and query.shape[-1] == call.value.shape[-1]  # else SDPA computes all scores
+        and query.shape[-1] == call.value.shape[-1]  # Otherwise, SDPA computes all scores.
         and context.is_contiguous
         and not context.has_extra_tokens
         and isinstance(context.past, int)
@@ -70,7 +71,10 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
 
 @functools.cache
 def _blockwise() -> Any:
-    """The module; None in the code saved with a model whose biases have no gradients, where dropout makes them dense."""
+    """The `blockwise` module, or None in the code saved with a model whose biases have no gradients.
+
+    There, dropout uses the dense backend.
+    """
     try:
         from hf_posenc.attention import blockwise
     except ImportError:
@@ -79,7 +83,7 @@ def _blockwise() -> Any:
 
 
 def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """The model's attention function with the bias of the encodings."""
+    """Run the model's attention function with the bias of the encodings."""
     if not call.biasing:
         return call.run(function)
     _check_mask(call.mask)
@@ -94,7 +98,7 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
     if spans is None or table is None or not isinstance(scaling, float):
         return replace(call, mask=biased_mask(call)).run(function)
     with contextlib.ExitStack() as outside:
-        if torch.is_autocast_enabled("cpu"):  # it would copy the bias to cast it
+        if torch.is_autocast_enabled("cpu"):  # Autocast would copy the bias to cast it.
             kind = torch.get_autocast_dtype("cpu")
             states = {"query": call.query, "key": call.key, "value": call.value}
             call = replace(
@@ -115,7 +119,7 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
 
 
 def _toeplitz(function: Function, call: AttentionCall, table: DistanceTable, spans: VisibleSpans) -> Tensor:
-    """`[B, Q, H, E]` of the model's function, whose mask is a view of a row."""
+    """The output `[B, Q, H, E]` of the model's function, called with a view of one row as the mask."""
     assert table.values is not None
     query, key, value = call.query, call.key.flip(2), call.value.flip(2)
     queries, keys = query.shape[2], key.shape[2]
@@ -133,9 +137,10 @@ def _toeplitz(function: Function, call: AttentionCall, table: DistanceTable, spa
 
 
 def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable | None:
-    """What the encodings add, by distance; computed once for all layers if it needs no gradient and no layer has its own.
+    """The terms that the encodings add to scores, by distance.
 
-    None if one has no vectors after all, so that its `score_bias` has to be called.
+    They are computed once for all layers, unless they need gradients or differ between layers. None if an encoding returns no
+    vectors, because then its `score_bias` must be called.
     """
     encodings, query, keys, context = call.biasing, call.query, call.key.shape[2], call.context
 
@@ -166,9 +171,9 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
 
 
 def _with_reach(table: DistanceTable, query: Tensor, key: Tensor, scaling: float) -> DistanceTable:
-    """The same, with `reach` where biases are so steep that some keys may have no weight that counts.
+    """The same table, with `reach` if biases are so steep that some keys may have negligible weights.
 
-    Scores differ by at most twice the largest product of lengths. Half precision has no weights so small that they slow a CPU.
+    Scores differ by at most twice the largest product of norms. Half precision has no weights small enough to slow down a CPU.
     """
     values = table.values
     if values is None or query.element_size() < 4 or table.for_queries is not None or table.for_keys is not None:
@@ -184,7 +189,7 @@ def _with_reach(table: DistanceTable, query: Tensor, key: Tensor, scaling: float
 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
-    """Raises ValueError for a bias other than `[1 or H, ...]`."""
+    """Raises ValueError if a bias doesn't have shape `[1 or H, ...]`."""
     if bias.shape[0] not in (1, heads):
         raise ValueError(
             f"The {encoding.type!r} encoding has biases for {bias.shape[0]} heads, but this attention has {heads}, because a "
@@ -193,7 +198,7 @@ def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
 
 
 def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distances: int, head_dim: int) -> None:
-    """Raises ValueError for anything but what `distance_vectors` is to give."""
+    """Raises ValueError if `distance_vectors` didn't return a pair of None or tensors of the required shapes."""
     shapes = ((1, distances, head_dim), (heads, distances, head_dim))
     pair = isinstance(vectors, tuple) and len(vectors) == 2
     if not pair or any(each is not None and tuple(each.shape) not in shapes for each in vectors):
@@ -205,7 +210,7 @@ def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distanc
 
 
 def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
-    """The row of parameters of each distance; None where a subclass has other vectors, but the rows of its base class."""
+    """The parameter row of each distance. None if a subclass overrides `distance_vectors` but inherits `rows`."""
     classes = type(encoding).__mro__
     rows, vectors = (
         next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("rows", "distance_vectors")
@@ -214,14 +219,17 @@ def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
 
 
 def _clipped_ends(rows: Tensor | None) -> tuple[int, int]:
-    """The number of distances at either end that share one row of parameters."""
+    """The numbers of distances at the two ends that share one parameter row."""
     if rows is None:
         return 1, 1
     return tuple(int((end == end[0]).long().cumprod(0).sum()) for end in (rows, rows.flip(0)))  # type: ignore[return-value]
 
 
 def _visible_spans(call: AttentionCall) -> VisibleSpans | None:
-    """Which keys the mask shows, if those are one span for each row of the batch: to all queries, or causally."""
+    """The keys that the mask shows, if each row of the batch has one span, visible to all queries or causally.
+
+    None for other masks.
+    """
     mask, context, keys = call.mask, call.context, call.key.shape[2]
     batch, _, queries, _ = call.query.shape
     shift = int(context.past) - context.first_key
@@ -261,9 +269,9 @@ def _check_mask(mask: Any) -> None:
 
 
 def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-    """The sum of all that these encodings add to the scaled scores, broadcastable to `[B, H, Q, K]`, or None.
+    """The sum of the biases of these encodings on the scaled scores, broadcastable to `[B, H, Q, K]`, or None.
 
-    Keys of grouped-query attention may have fewer heads than queries. Extra tokens have a bias of 0.
+    In grouped-query attention, keys may have fewer heads than queries. Extra tokens have a bias of 0.
     """
     total = None
     query, key = context.strip_extra(query), context.strip_extra(key)  # type: ignore[assignment]
@@ -284,8 +292,10 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
 
 
 class BiasByDistance:
-    """What flex attention reads as a bias `[B, H, Q, K]`, one number at a time: from values `[H, N]` by distance, the smallest
-    first."""
+    """A bias `[B, H, Q, K]` that flex attention reads one number at a time.
+
+    The numbers come from values `[H, N]` by distance, with the smallest distance first.
+    """
 
     def __init__(self, values: Tensor, queries: int) -> None:
         self.values, self.last = values, queries - 1
@@ -296,9 +306,10 @@ class BiasByDistance:
 
 
 def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
-    """The bias of the encodings, and the model's own, as flex attention takes it; values by distance if that suffices.
+    """The sum of the encodings' bias and the model's own, in a form that flex attention supports.
 
-    What needs gradients is a tensor `[B, H, Q, K]`. Raises ValueError where flex attention takes none.
+    It consists of values by distance if these suffice. A bias with gradients is a tensor `[B, H, Q, K]`. Raises ValueError if
+    flex attention ignores biases.
     """
     if not FLEX_TAKES_BIASES:
         raise ValueError(
@@ -316,13 +327,13 @@ def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
     bias = score_bias(biasing, query, key, context)
     if bias is None:
         return own
-    # flex reads position_bias[b, h, q, k] without broadcasting.
+    # Flex attention reads position_bias[b, h, q, k] without broadcasting.
     bias = bias if own is None else bias + own
     return bias.to(query.dtype).expand(len(query), query.shape[1], query.shape[2], key.shape[2])
 
 
 def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, heads: int) -> Tensor | None:
-    """Biases `[1 or H, N]` of all these encodings that depend on distance alone."""
+    """The sum `[1 or H, N]` of the biases of these encodings that depend only on distance, or None."""
     total = None
     for encoding in encodings:
         values = _by_distance(encoding, distance) if "distance_bias" in encoding.mechanisms() else None
@@ -333,7 +344,7 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
 
 
 def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
-    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for one of another number of axes."""
+    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for a bias with fewer than two axes."""
     bias = encoding("distance_bias", distance)
     if bias is not None and bias.ndim < 2:
         raise ValueError(
@@ -343,7 +354,7 @@ def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
 
 
 def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
-    """All distances `[N]` between consecutive queries and keys, the smallest first."""
+    """All distances `[N]` between consecutive queries and keys, with the smallest first."""
     return torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
 
 
@@ -354,34 +365,33 @@ def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 
 
 def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
+    """The bias `[1, H, Q, K]`, from one value for each of the Q + K - 1 distances."""
     distance = _distances(queries, keys, context)
     bias = _by_distance(encoding, distance)
     if bias is None:
         return None
     if torch.compiler.is_compiling():
-        # unfold takes its length as a plain int, which would make a traced graph one for this length only.
+        # unfold takes its length as a plain int, so a traced graph would support only this length.
         index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
         return bias[:, index + (queries - 1)][None]
-    # Contiguous, for SDPA copies a bias that is transposed in every layer, and detached, for one that would need gradients
-    # keeps it from its fast kernel even where none are wanted.
+    # SDPA copies a transposed bias in every layer, so the bias must be contiguous. It must also be detached: a bias that
+    # requires gradients prevents the fast kernel, even if gradients are disabled.
     bias = bias if torch.is_grad_enabled() else bias.detach()
     return bias.contiguous().unfold(-1, keys, 1).flip(1)[None]
 
 
 def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
-    """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
+    """The bias `[1 or B, H, Q, K]` for non-consecutive positions, as in packed sequences or with explicit `position_ids`."""
     distance = context.distances(keys)
     bias = _by_distance(encoding, distance.flatten())
     return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
 
 
 def biased_mask(call: AttentionCall) -> Tensor | None:
-    """The additive mask `[1 or B, 1 or H, Q, K]` with the encodings' bias in it; the mask as it was if there is none.
+    """The additive mask `[1 or B, 1 or H, Q, K]` with the encodings' bias. Without a bias, the mask is returned unchanged.
 
-    Without gradients, and if the bias depends on distances only, it is built once for all layers that share it. With
-    gradients each layer builds its own, inside its own (re)computation, as gradient checkpointing and sharded training
-    expect.
+    If the bias has no gradients and depends only on distances, it is built once for all layers that share it. With gradients,
+    each layer builds its own within its own (re)computation. Gradient checkpointing and sharded training need this.
     """
     biasing, query, key, mask, context = call.biasing, call.query, call.key, call.mask, call.context
     if not biasing:
@@ -396,7 +406,7 @@ def biased_mask(call: AttentionCall) -> Tensor | None:
     if any(encoding.is_trained() or encoding.per_layer or _by_content(encoding) for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
-    # Masks are compared by identity: models pass the same one to all layers of a kind.
+    # Masks are compared by identity, because models pass the same mask to all layers of a kind.
     known = context.cached("masks", list)
     for other, built_for, merged in known:
         if other is mask and built_for == wanted:
@@ -407,13 +417,14 @@ def biased_mask(call: AttentionCall) -> Tensor | None:
 
 
 def additive_mask(call: AttentionCall) -> Tensor:
-    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the model's own in it.
+    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the model's own.
 
-    The mask of the call may be made for any implementation. One that masks the future without a mask has none.
+    The mask of the call may be made for any implementation. It is None for an implementation that applies the causal mask
+    itself.
     """
     query, context, own = call.query, call.context, call.own_bias
     queries, keys = query.shape[2], call.key.shape[2]
-    if isinstance(mask := call.mask, BlockMask):  # of flex attention
+    if isinstance(mask := call.mask, BlockMask):  # the mask of flex attention
         mask_mod, (batch, heads, *_) = mask.mask_mod, mask.shape
         dense = context.cached(
             ("mask of blocks", id(mask), queries, keys),
@@ -442,5 +453,5 @@ def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionCo
             f"attention_mask has shape {tuple(mask.shape)} and type {mask.dtype}, and would be added to the scores unchanged. "
             "Pass a boolean mask (True: visible), a float mask (0: visible, -inf: hidden), or a 2-D mask of 0 and 1."
         )
-    # A sum below the lowest number would be -inf, and a row of those is NaN.
+    # A sum below the lowest number would be -inf, and the softmax of a row of -inf is NaN.
     return (bias + mask.to(bias.dtype)).clamp(min=lowest)

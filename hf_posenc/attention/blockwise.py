@@ -1,10 +1,10 @@
-"""Attention with a bias by distance, in blocks of queries: no `[H, Q, K]` tensor is made, forward or backward.
+"""Attention with a distance bias, in blocks of queries. Neither pass creates an `[H, Q, K]` tensor.
 
-Keys are taken in reverse. Then the distance of query i to key n is that of column i + n, wherever they lie, and the bias of a
-block of queries is a view of one row of columns, in which each query's part begins one column later than the one before.
+Keys are in reverse order, so the distance between query i and key n is always that of column i + n. The bias of a block of
+queries is therefore a view of one row of columns. The part of each query begins one column after that of the previous query.
 
-Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest;
-r queries of a block, n keys that it sees, w = r + n - 1 columns that these have.
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest,
+r queries of a block, n keys that it sees, w = r + n - 1 columns of these.
 """
 
 import math
@@ -19,21 +19,25 @@ from torch import Tensor
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
 
 FORWARD_QUERIES = 128
-"""Of a block in the forward pass, of all heads."""
+"""The maximum number of queries in a block of the forward pass, which processes all heads together."""
 FORWARD_ELEMENTS = 2**22
-"""About so many numbers has the bias of such a block, fewer queries where that would be more."""
+"""The approximate maximum number of elements in the bias of such a block. Blocks have fewer queries to stay below it."""
 BACKWARD_QUERIES = 256
-"""Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
+"""The number of queries in a block of the backward pass, which processes one head at a time.
+
+The scores of a block then fit in a core's cache for up to a few thousand keys.
+"""
 
 DROPOUT_LEVELS = 2**16
-"""The number of equal chances that the probability of dropping a weight is counted in."""
+"""The number of levels to which the dropout probability is quantized."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
+    """Settings of softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
 
-    head, tail, reach: of `DistanceTable`. dropped: that probability, times CHANCES.
+    head, tail, reach: see `DistanceTable`.
+    dropped: this probability times DROPOUT_LEVELS.
     """
 
     seen: VisibleSpans
@@ -49,17 +53,17 @@ class Settings:
 
     @property
     def factor(self) -> float:
-        """By which weights that are kept grow."""
+        """The factor by which dropout multiplies the weights that it keeps."""
         return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropped) if self.dropped < DROPOUT_LEVELS else 0.0
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, seen: VisibleSpans, scaling: float, dropout: float = 0.0
 ) -> Tensor:
-    """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
+    """Softmax attention of `[B, H, Q, E]` with a bias. Returns `[B, H, Q, E]`.
 
-    Queries that see no key get zeros. What is dropped is drawn from torch's generator, and again in the backward pass. Raises
-    RuntimeError where gradients are to be differentiated once more.
+    Queries, keys, values, and columns receive gradients. Queries that see no key get zeros. The dropout mask is drawn from
+    torch's generator, and again in the backward pass. Raises RuntimeError for second-order gradients.
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
@@ -67,7 +71,7 @@ def attention(
 
 
 class _Attention(torch.autograd.Function):
-    """The same, keys and values in reverse already."""
+    """The same attention, with keys and values already in reverse order."""
 
     @staticmethod
     def forward(
@@ -82,7 +86,7 @@ class _Attention(torch.autograd.Function):
         batch, heads, queries, _ = query.shape
         keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
         columns = settings.columns(values, for_queries, for_keys)
-        # Of this layout hosts make [B, Q, H * E] without a copy.
+        # From this layout, models create [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
         if settings.dropped:
             for part in _parts(query, key, columns, settings):
@@ -92,7 +96,7 @@ class _Attention(torch.autograd.Function):
         alone = for_queries is None and for_keys is None
         size = max(16, min(FORWARD_QUERIES, FORWARD_ELEMENTS // (batch * heads * keys)))
         size = queries if alone and not seen.is_causal else min(size, queries)
-        # One piece of memory for all blocks: asking for another each time costs as much as filling it.
+        # All blocks share one buffer, because allocating a new one costs as much as filling it.
         room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
         for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
             its_query, its_key = query[rows, :, block], key[rows, :, within]
@@ -122,9 +126,10 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Part:
-    """The attention of one row of the batch, head, and block of queries, computed anew.
+    """The recomputed attention of one row of the batch, one head, and one block of queries.
 
-    weights: `[r, n]`, in at least float32. kept: the same, which of them are not dropped; None if all are kept.
+    weights: `[r, n]`, in at least float32.
+    kept: `[r, n]`, a mask of the weights that are not dropped. None if all are kept.
     """
 
     row: int
@@ -147,7 +152,7 @@ class Part:
 
 
 def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Settings) -> Iterator[Part]:
-    """All parts, keys in reverse; what is dropped is the same each time."""
+    """All parts, with keys in reverse order. Each iteration drops the same weights."""
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator("cpu").manual_seed(settings.seed)
@@ -165,20 +170,23 @@ def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Setting
             bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
             scores = _scores(bias, its_query, its_key, settings.scaling, exact)
             weights = scores.softmax(-1)
-            if weights[:, 0].isnan().any():  # of queries, in padding, to which a bias of -inf hides all keys
+            if weights[:, 0].isnan().any():  # For padding queries, a bias of -inf can hide all keys.
                 weights.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
             kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
             yield Part(row, head, block, within, own, weights, kept)
 
 
 def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor:
-    """Which weights are not dropped. Bits are drawn for several at once: torch's own `bernoulli_` costs ten softmaxes."""
+    """A mask of the weights that are not dropped.
+
+    Bits are drawn for several weights at once, because torch's `bernoulli_` takes as long as ten softmaxes.
+    """
     words = torch.empty(-(-shape.numel() // 4), dtype=torch.long, device="cpu").random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - DROPOUT_LEVELS // 2
 
 
 def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
-    """The bias `[1 or B, H, r, n]` of a block, whose first query and last key have column `start`, written to `room`."""
+    """The bias `[1 or B, H, r, n]` of a block whose first query and last key have column `start`, as a view or in `room`."""
     queries, keys = query.shape[-2], key.shape[-2]
     width = queries + keys - 1
     if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
@@ -200,14 +208,17 @@ def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scalin
 
 
 def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
-    """Between which of `width` columns from `start` the vectors for queries differ from those at the ends."""
+    """The range, within `width` columns from `start`, where the vectors for queries differ from those at the ends."""
     assert columns.for_queries is not None
     first = min(max(columns.head - start, 0), width)
     return first, min(max(columns.for_queries.shape[-2] - columns.tail - start, first), width)
 
 
 def _multiply(query: Tensor, vectors: Tensor, start: int, columns: DistanceTable, out: Tensor) -> None:
-    """Write products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`, those of equal vectors once."""
+    """Write the products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`.
+
+    The products with equal vectors are computed once.
+    """
     first, last = _ends(columns, start, out.shape[-1])
     out[..., :first] = query @ vectors[..., :1, :].mT
     out[..., first:last] = query @ vectors[..., start + first : start + last, :].mT
@@ -215,7 +226,7 @@ def _multiply(query: Tensor, vectors: Tensor, start: int, columns: DistanceTable
 
 
 def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tuple[slice, Tensor]]:
-    """Keys of a block, as many at a time as it has queries, and the vectors that those are multiplied by."""
+    """Tiles of a block's keys, each with as many keys as the block has queries, and the vectors for each tile."""
     for first in range(0, keys, queries):
         count = min(queries, keys - first)
         yield slice(first, first + count), vectors[..., start + first : start + first + count + queries - 1, :]
@@ -224,7 +235,7 @@ def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tup
 def _gradients(
     query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, output: Tensor, upstream: Tensor, settings: Settings
 ) -> tuple[Tensor | None, ...]:
-    """Of queries, keys, values, and the three tensors of columns."""
+    """The gradients of queries, keys, values, and the three tensors of columns."""
     exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
     means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
     of_query = torch.zeros_like(query)
@@ -240,7 +251,7 @@ def _gradients(
         count, own = len(its_key), part.columns
         shape = (len(its_query), len(its_query) + count - 1)
         if skewed.shape != shape:
-            skewed = query.new_zeros(shape, dtype=exact)  # what no query and key have in common stays 0
+            skewed = query.new_zeros(shape, dtype=exact)  # Elements that belong to no query and key stay 0.
         of_scores = toeplitz_view(skewed, count)
         of_weights = (its_upstream @ its_value.mT).to(exact)
         if part.kept is not None:
@@ -279,7 +290,7 @@ def _gradients(
 
 
 def _of_head(tensor: Any, head: int) -> Any:
-    """`[1, ...]`, of one head, a view; all heads may have one in common."""
+    """A view `[1, ...]` of one head's tensor. All heads may share one."""
     if tensor is None:
         return None
     head = head if len(tensor) > 1 else 0
@@ -287,7 +298,7 @@ def _of_head(tensor: Any, head: int) -> Any:
 
 
 def _gather_ends(gradients: Tensor, columns: DistanceTable) -> None:
-    """Sum the gradients of equal vectors at both ends in one of them: types less exact than these would lose them."""
+    """Sum the gradients of equal vectors at each end into one of them, because lower precision would lose small gradients."""
     for end, place in ((slice(0, columns.head), 0), (slice(gradients.shape[1] - columns.tail, None), -1)):
         total = gradients[:, end].sum(1)
         gradients[:, end] = 0
@@ -295,14 +306,14 @@ def _gather_ends(gradients: Tensor, columns: DistanceTable) -> None:
 
 
 def _scores(bias: Tensor, query: Tensor, key: Tensor, scaling: float, exact: torch.dtype) -> Tensor:
-    """`[r, n]`, in at least float32."""
+    """The scores `[r, n]`, in at least float32."""
     if bias.dtype == query.dtype == exact:
         return torch.addmm(bias, query, key.mT, alpha=scaling)
     return torch.add(bias.to(exact), query.to(exact) @ key.to(exact).mT, alpha=scaling)
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right, computed in the type of `right`, to a target that may be more exact."""
+    """Add left @ right, computed in the dtype of `right`, to a target whose precision may be higher."""
     if target.dtype == right.dtype:
         target.addmm_(left, right)
     else:
@@ -312,9 +323,9 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
 def _add_query_gradients(
     columns: DistanceTable, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
 ) -> None:
-    """Add the gradients of a block's queries, before scaling, and of the vectors that they are multiplied by.
+    """Add the gradients of a block's queries and of the vectors that they are multiplied by, both before scaling.
 
-    skewed: `[r, w]`, those of scores, by column.
+    skewed: `[r, w]`, the gradients of the scores, by column.
     """
     assert columns.for_queries is not None
     vectors = columns.for_queries[0]

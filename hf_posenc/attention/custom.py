@@ -1,7 +1,7 @@
-"""What has to be known of attentions that don't go through Transformers' attention interface: a row each.
+"""Descriptions of attentions that don't use Transformers' attention interface, one row each.
 
-`known_models` has the rows of Transformers' own attentions, `intercept` the forward by which an encoding acts in them. A
-checkpoint of a model without such an attention carries neither.
+`known_models` has the rows of Transformers' own attentions. `intercept` has the forward method that applies an encoding in
+them. A checkpoint contains these modules only if its model has such an attention.
 """
 
 import inspect
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 
 def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
-    """1/√E, as most attentions scale."""
+    """1/√E, the scaling of most attentions."""
     return head_dim**-0.5
 
 
 def always_supported(module: Any) -> str:
-    """No reason: an encoding can act."""
+    """An empty reason, because an encoding can be applied."""
     return ""
 
 
 @dataclass(frozen=True)
 class CustomAttention:
-    """What has to be known of an attention.
+    """Describes an attention that doesn't use the attention interface.
 
-    scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
-    is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
-    closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
-    unsupported_inputs: its arguments for inputs other than the tokens, with scores of their own.
-    token_axis: of the hidden states that enter its layer.
-    num_earlier_value_matmuls: the number of products of weights and values that it makes before that of the tokens.
-    forward: module, its arguments -> what its forward returns, with the encoding in it.
+    scaling: module, E -> the factor by which its forward method multiplies the product of queries and keys afterwards.
+    is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
+    closed: module -> why an encoding can't be applied to its scores, so that it supports additive encodings only. "" if it can.
+    unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
+    token_axis: the token axis of the hidden states that enter its layer.
+    num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
+    forward: module, its arguments -> the output of its forward method, with the encoding applied.
     """
 
     scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
@@ -46,18 +46,19 @@ class CustomAttention:
 
 
 ROWS: dict[str, CustomAttention] = {}
-"""By folder and class of Transformers' own attentions; or by module and class of a user's."""
+"""Keys are the directory and class of Transformers' own attentions, or the module and class of a custom attention."""
 
 
 def add_row(cls: type[nn.Module], row: CustomAttention) -> None:
-    """Add the row of a user's own attention."""
+    """Add the row of a custom attention."""
     ROWS[f"{cls.__module__}.{cls.__qualname__}"] = row
 
 
 def row_of(module: nn.Module) -> CustomAttention | None:
-    """The row of an attention of Transformers' own, where a class of the same name elsewhere is another one; or of a user's.
+    """The row of one of Transformers' own attentions or of a custom attention, or None.
 
-    None where this version of Transformers has moved the attention to its attention interface.
+    A class of the same name outside Transformers is a different attention. The row of Transformers' own is ignored if this
+    version of Transformers has moved the attention to its attention interface.
     """
     own = None if uses_interface(type(module)) else ROWS.get(name_of(module))
     return own or ROWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
@@ -70,31 +71,31 @@ def uses_interface(cls: type[nn.Module]) -> bool:
 
 
 def name_of(module: nn.Module) -> str:
-    """Folder and class of a module of Transformers' own."""
+    """The directory and class of one of Transformers' own modules, or "" for other modules."""
     package, *path = type(module).__module__.split(".")
     return f"{path[1]}.{type(module).__name__}" if package == "transformers" and path[0] == "models" else ""
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether each query of such an attention sees only the keys up to its own."""
+    """Whether the row of an attention says that each query sees only the keys up to its own."""
     row = row_of(module)
     return row is not None and row.is_causal
 
 
 def token_axis(module: nn.Module) -> int:
-    """The axis of tokens in the hidden states that enter the layer of an attention."""
+    """The token axis of the hidden states that enter the layer of an attention."""
     row = row_of(module)
     return 1 if row is None else row.token_axis
 
 
 def closed(module: nn.Module) -> str:
-    """Why nothing can act in an attention, or ""."""
+    """Why an encoding can't be applied in an attention, or ""."""
     row = row_of(module)
     return "" if row is None else row.closed(module)
 
 
 def install(module: Any) -> None:
-    """Let the encoding act in such an attention."""
+    """Replace the forward method of such an attention with one that applies the encoding."""
     row = row_of(module)
     assert row is not None and row.forward is not None, f"{type(module).__name__} has no row"
     module.forward = partial(row.forward, module)

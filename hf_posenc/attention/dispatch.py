@@ -1,8 +1,9 @@
-"""How rotation and bias reach the attention function that the host has chosen.
+"""Applies rotations and biases in the attention function that the original model has chosen.
 
-Transformers' attention modules look their function up by `self.config._attn_implementation`. In a patched model each of
-them has a view of its config in which that name has a prefix. The function registered under the prefixed name applies the
-encoding, then calls the host's. The model's own config is untouched, and with it masks, caches, backends and saving.
+Transformers' attention modules look up their function by `self.config._attn_implementation`. In a patched model, each
+module has a view of its config in which this name has a prefix. The function registered under the prefixed name applies the
+encoding, then calls the original function. The model's own config doesn't change, so masks, caches, backends, and saving
+work as before.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
@@ -25,17 +26,17 @@ from hf_posenc.encodings.context import CURRENT, context_for, current
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
 CONTEXT = "position_context"
-"""The keyword argument by which a stack passes its `PositionContext` to its layers, if its code passes keyword arguments on.
+"""The keyword argument with which a stack passes its `PositionContext` to its layers, if its code forwards keyword arguments.
 
-It is for layers in checkpoint wrappers, such as FSDP's. The backward pass runs these again with their arguments only, outside
-of the model's forward pass. Everything else reads the current context.
+Layers in checkpoint wrappers, such as those of FSDP, need it. The backward pass runs these layers again outside of the model's
+forward pass, with their arguments only. All other code reads the current context.
 """
 TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
-"""Beginnings of the names of attention implementations which add a mask or bias to the scores."""
+"""Prefixes of the names of attention implementations that add a mask or bias to the scores."""
 
 
 def checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run gradient checkpointing such that the second run of a layer, in the backward pass, has the context of the first."""
+    """Run gradient checkpointing so that a layer has the same context when the backward pass runs it again."""
     return checkpoint(functools.partial(_within, CURRENT.context, function), *args, **kwargs)
 
 
@@ -50,11 +51,11 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class AttentionState:
-    """What an attention in which an encoding acts knows of it, as `posenc_state`.
+    """The `posenc_state` of an attention to which an encoding applies.
 
-    parts: the names of the parts of the stack's encoding that act in it.
-    is_cross: whether its keys are another stack's states.
-    eager: the eager function of a user's own attention.
+    parts: the names of the parts of the stack's encoding that apply to it.
+    is_cross: whether its keys are hidden states of another stack.
+    eager: the eager function of a custom attention.
     """
 
     parts: tuple[str, ...]
@@ -64,14 +65,14 @@ class AttentionState:
 
 @dataclass
 class AttentionCall:
-    """One call of an attention, its queries and keys rotated.
+    """One call of an attention, with rotated queries and keys.
 
-    query: `[B, H, Q, E]`. key, value: `[B, 1 or more, K, E]`, of fewer heads in grouped-query attention.
-    mask: as the model makes it for its attention implementation.
-    encodings: those that act in this attention.
-    is_causal: whether the attention function masks the future by itself if it gets no mask; with a bias it would not.
+    query: `[B, H, Q, E]`. key, value: `[B, 1 or more, K, E]`, with fewer heads in grouped-query attention.
+    mask: the mask that the model creates for its attention implementation.
+    encodings: the encodings that apply to this attention.
+    is_causal: whether the attention function masks the future itself if it receives no mask. With a bias, it doesn't.
     options: the other arguments of the attention function.
-    biasing: the encodings that add to scores.
+    biasing: the encodings that add a bias to scores.
     """
 
     module: Any
@@ -90,7 +91,7 @@ class AttentionCall:
 
     @property
     def own_bias(self) -> Tensor | None:
-        """The bias of the original model, if it has another one than its disabled positions."""
+        """The original model's bias, if it has one besides its disabled positions."""
         return self.options.get("position_bias")
 
     @property
@@ -102,7 +103,7 @@ class AttentionCall:
 
 
 class PrefixedImplementation(str):
-    """A prefixed name that is looked up by itself, and equals the name without its prefix, too."""
+    """A prefixed name that is looked up as such, and also equals the name without its prefix."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or str.__eq__(self.removeprefix(PREFIX), other)
@@ -114,10 +115,10 @@ class PrefixedImplementation(str):
 
 
 class AttentionConfigView:
-    """A config seen by one attention module: everything of the original, live, but the implementation's name.
+    """A live view of a config for one attention module. Only the name of the implementation differs.
 
-    branches: whether the module's forward does something else under some implementations (DeepSeek-V3.2 masks what its
-        indexer didn't choose under "eager" and "sdpa" only).
+    branches: whether the module's forward method depends on the implementation. Only under "eager" and "sdpa",
+        DeepSeek-V3.2 masks keys that its indexer didn't choose.
     """
 
     def __init__(self, config: Any, branches: bool = False) -> None:
@@ -133,13 +134,13 @@ class AttentionConfigView:
 
     @property
     def _attn_implementation(self) -> str:
-        # Registered as it is asked for: a parent may have set the name in this config without a call of ours.
+        # The name is registered on access, because a parent may have set it in this config without calling hf-posenc.
         name = register(self.__dict__["config"]._attn_implementation)
         return PrefixedImplementation(name) if self.__dict__["branches"] else name
 
 
 class KeyRotatingCache:
-    """A cache as one attention module sees it: keys are rotated by their positions as they enter, once for all steps."""
+    """A view of a cache for one attention module. Keys are rotated by their positions once, when they enter the cache."""
 
     def __init__(self, cache: Cache, module: nn.Module, context: PositionContext) -> None:
         self.cache, self.module, self.context = cache, module, context
@@ -164,7 +165,7 @@ class KeyRotatingCache:
 
 
 def cache_rotating_new_keys(cache: Any, module: nn.Module, context: PositionContext) -> Any:
-    """The cache, such that new self-attention keys are rotated before they are stored."""
+    """A view of the cache that rotates new self-attention keys before it stores them."""
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
         twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, module, context)  # type: ignore[assignment]
@@ -173,7 +174,7 @@ def cache_rotating_new_keys(cache: Any, module: nn.Module, context: PositionCont
 
 
 def active_encodings(module: Any, context: PositionContext) -> list[PositionEncoding]:
-    """The encodings that act in one attention: the stack's, if they act in this layer, and the attention's own."""
+    """The encodings that apply to one attention: those of the stack that apply to this layer, and the attention's own."""
     own, parts = module._modules.get("posenc"), module.posenc_state.parts
     shared, own = context.encoding.named_parts(), own.named_parts() if own is not None else {}
     return [
@@ -183,8 +184,10 @@ def active_encodings(module: Any, context: PositionContext) -> list[PositionEnco
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    """Queries and new keys, rotated by all encodings that act in this attention. Those of extra tokens stay as they are. If an
-    encoding changes the width, they are rotated as at position 0."""
+    """Queries and new keys, rotated by all encodings that apply to this attention.
+
+    Those of extra tokens don't change. If an encoding changes the width, extra tokens are rotated as at position 0.
+    """
     rotated = _rotated_by_all(module, context.strip_extra(query), context.strip_extra(key), context)
     given = [(new, old) for new, old in zip(rotated, (query, key), strict=True) if new is not None]
     if context.has_extra_tokens and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
@@ -201,7 +204,10 @@ def _rotated_by_all(module: nn.Module, query: Any, key: Any, context: PositionCo
 
 
 def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
-    """Queries and all keys, unless these were rotated as they entered the cache, rotated by all that acts in this attention."""
+    """Queries and all keys, rotated by all encodings that apply to this attention.
+
+    Keys that were rotated when they entered the cache aren't rotated again.
+    """
     if not keys_are_rotated and key.shape[2] == context.length and not module.posenc_state.is_cross:
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
@@ -211,7 +217,7 @@ def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys
 
 
 def register(implementation: str) -> str:
-    """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules, by the name returned."""
+    """Register an attention implementation of Transformers (eager, sdpa, …) for patched modules. Returns the prefixed name."""
     name = PREFIX + implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, functools.partial(attend, implementation))
@@ -219,17 +225,17 @@ def register(implementation: str) -> str:
 
 
 def adds_score_bias(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """Whether an encoding adds anything to scores."""
+    """Whether an encoding adds a bias to scores."""
     return not {"distance_bias", "score_bias"}.isdisjoint(encoding.mechanisms())
 
 
 def touches_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """True if the encoding changes the scores, or needs the attention weights, which fused kernels don't return."""
+    """Whether an encoding adds a bias to scores or needs the attention weights, which fused kernels don't return."""
     return adds_score_bias(encoding) or "value_bias" in encoding.mechanisms()
 
 
 def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
-    """Why an attention implementation can't carry encodings, or None."""
+    """Why an attention implementation doesn't support encodings, or None."""
     if not implementation.startswith(TAKE_A_BIAS) and any(map(touches_scores, encodings)):
         return (
             f"attn_implementation={implementation!r} doesn't support score biases, so the encoding would have no effect. "
@@ -250,7 +256,7 @@ def attend(
     keys_are_rotated: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own attention function, with queries and keys rotated and the bias of the encoding in its mask."""
+    """Run the model's own attention function with rotated queries and keys, and with the encoding's bias in its mask."""
     of_stack = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = of_stack.with_length(query.shape[2], query.device)
@@ -270,7 +276,7 @@ def attend(
         else None
     ):
         raise ValueError(reason)
-    # Since Transformers 5.24 the keys are in the paged cache before this function is called; before, it is an argument.
+    # Since Transformers 5.24, the keys enter the paged cache before this function is called. Earlier, the cache is an argument.
     if paged and not (keys_are_rotated or "cache" in kwargs) and any("rotate" in each.mechanisms() for each in encodings):
         raise ValueError(
             f"Continuous batching (generate_batch) doesn't support rotary encodings in {type(module).__name__}, because the "
@@ -279,14 +285,14 @@ def attend(
     width = query.shape[-1]
     query, key = rotate_all(module, query, key, context, keys_are_rotated)
     if query.shape[-1] != width:
-        kwargs["scaling"] = scaling  # else it would be taken from the new width
+        kwargs["scaling"] = scaling  # Otherwise, it would be computed from the new width.
     own_bias = kwargs.get("position_bias")
     if isinstance(own_bias, float) or (isinstance(own_bias, Tensor) and own_bias.numel() == 1):  # disabled
         kwargs["position_bias"] = None
     is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     call = AttentionCall(module, query, key, value, attention_mask, encodings, context, bool(is_causal), kwargs)
     if any(encoding.needs_attention_weights() for encoding in encodings):
-        call.is_causal &= implementation != "flex_attention"  # which masks what its mask says
+        call.is_causal &= implementation != "flex_attention"  # Its mask already includes the causal mask.
         return with_weights(call)
     function = host_function(module, implementation)
     if not call.biasing:
@@ -300,14 +306,16 @@ def attend(
 
 
 def with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The output `[B, Q, H, E]` of the model's eager function, which returns its weights, with what encodings add by them; and
-    these weights `[B, H, Q, K]`."""
+    """The output `[B, Q, H, E]` and the weights `[B, H, Q, K]` of the model's eager function.
+
+    The output includes the terms that encodings compute from these weights.
+    """
     from hf_posenc.attention.bias_backends import additive_mask
 
     query, key, value = call.query, call.key, call.value
     mask = additive_mask(call)
     function = host_function(call.module, "eager")
-    if function is bert_eager():  # of a model without its own
+    if function is bert_eager():  # The model has no eager function.
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     options = {name: value for name, value in call.options.items() if name != "position_bias"}
     output, weights = function(call.module, query, key, value, mask, **options)
@@ -322,10 +330,10 @@ def with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext) -> Tensor:
-    """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Extra
-    tokens give and get nothing.
+    """The sum `[B, H, Q, E]` of the terms that encodings add to the output of an attention with weights `[B, H, Q, K]`.
 
-    Raises ValueError for vectors of another size than the values.
+    Extra tokens don't contribute to it, and their terms are 0. Raises ValueError if the size of the vectors differs from that
+    of the values.
     """
     weights = cast(Tensor, context.strip_extra(context.strip_extra(weights), dim=3))
     wanted = (*weights.shape[:3], value_head_dim)
@@ -343,7 +351,10 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
 
 
 def continuous_batching_error(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:
-    """Why continuous batching can't carry encodings, or None. rotate_anew: whether one rotates all keys at every step."""
+    """Why continuous batching doesn't support encodings, or None.
+
+    rotate_anew: whether an encoding rotates all keys at every step.
+    """
     if rotate_anew:
         return (
             "Continuous batching (generate_batch) keeps the rotated keys of several texts in one paged cache, but this "
@@ -364,7 +375,7 @@ def continuous_batching_error(encodings: Iterable[PositionEncoding | type[Positi
 
 
 def host_function(module: nn.Module, implementation: str) -> Function:
-    """The function which the original model would have called."""
+    """The attention function that the original model would call."""
     if implementation != "eager":
         if implementation not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(
@@ -382,7 +393,7 @@ def host_function(module: nn.Module, implementation: str) -> Function:
 
 
 def bert_eager() -> Function:
-    """The eager function for models that have none of their own."""
+    """The eager function for models that don't define one."""
     from transformers.models.bert import modeling_bert
 
     return modeling_bert.eager_attention_forward
@@ -391,5 +402,5 @@ def bert_eager() -> Function:
 def _upcast_eager(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """GPT-2's float32 scores, which it picks by comparing the implementation's name with "eager" itself."""
+    """GPT-2's attention with float32 scores. GPT-2 chooses it if the implementation's name is exactly "eager"."""
     return module._upcast_and_reordered_attn(query, key, value, mask)

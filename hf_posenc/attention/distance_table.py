@@ -1,7 +1,7 @@
-"""Biases by distance, and the keys that queries see: what the backends of biases compute with.
+"""The data of the bias backends: distance biases, and the keys that queries see.
 
-Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest; keys
-are taken in reverse, so that the bias of query i and key n is column i + n.
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest. Keys
+are in reverse order, so the bias of query i and key n is column i + n.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 APART_QUERIES = 128
-"""Of a block of queries whose own keys are hidden, where biases are steep (`DistanceTable.reach`)."""
+"""The number of queries in a block whose own keys are hidden, if biases are steep (`DistanceTable.reach`)."""
 
 
 @dataclass(frozen=True)
 class VisibleSpans:
-    """Which keys queries see.
+    """The keys that queries see.
 
-    spans: begin and end of rows of the batch, and of the keys that those see.
-    shift: the index of the last key that query 0 sees, if is_causal; each query sees one more than the one before.
+    spans: start and end of a range of batch rows, and start and end of the keys that these rows see.
+    shift: the index of the last key that query 0 sees, if is_causal. Each query then sees one key more than the previous one.
     """
 
     spans: tuple[tuple[int, int, int, int], ...]
@@ -27,8 +27,9 @@ class VisibleSpans:
     shift: int = 0
 
     def blocks(self, queries: int, keys: int, size: int, apart: int | None = None) -> Iterator[tuple[slice, slice, slice]]:
-        """Rows of the batch, at most `size` queries (all, where none sees other keys than the rest), and the keys, counted in
-        reverse, that they see. Queries that see none are left out.
+        """The blocks: batch rows, at most `size` queries, and the keys that these see, in reverse order.
+
+        Queries that see no keys are omitted.
 
         apart: the size of blocks of queries whose own keys are hidden. None: other blocks include these queries.
         """
@@ -46,13 +47,13 @@ class VisibleSpans:
 
 @dataclass
 class DistanceTable:
-    """What is added to scores, by distance.
+    """The terms added to scores, by distance.
 
     values: `[H, N]`, biases on scaled scores.
-    for_queries, for_keys: `[1 or H, N, E]`, vectors: their products with queries, or keys, are added to QKᵀ, before scaling.
-    head, tail: number of columns at both ends that have the same vectors for queries.
-    reach: `[H]`. A key has no weight that counts if its bias is lower by more than this than that of another key which the
-        query sees. None: no key is to be left out for that reason.
+    for_queries, for_keys: vectors `[1 or H, N, E]`. Their products with queries or keys are added to QKᵀ, before scaling.
+    head, tail: numbers of columns at the start and the end that share one vector for queries.
+    reach: `[H]`. A key has a negligible weight if its bias is lower than that of another visible key by more than this. None:
+        no keys are omitted for this reason.
     """
 
     values: Tensor | None
@@ -67,7 +68,7 @@ class DistanceTable:
         return self.values, self.for_queries, self.for_keys
 
     def to(self, dtype: torch.dtype) -> "DistanceTable":
-        """The same, with vectors of another type."""
+        """The same table, with vectors of another dtype."""
         queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
         return replace(self, for_queries=queries, for_keys=keys)
 
@@ -77,17 +78,17 @@ class DistanceTable:
 
     @property
     def apart(self) -> int | None:
-        """The argument of `VisibleSpans.blocks`. Queries that see their own keys have the column of distance 0 in common."""
+        """The argument of `VisibleSpans.blocks`. Queries that see their own keys share the column of distance 0."""
         return None if self.reach is None else APART_QUERIES
 
     def window(self, start: int, queries: int, keys: int) -> Tensor:
-        """The bias `[1, H, r, n]` of a block from values, a view: query i and key j have column start + i + j.
+        """The bias `[1, H, r, n]` of a block, as a view of `values`. Query i and key j have column start + i + j.
 
-        Keys without a weight that counts (`reach`) are hidden. Steep biases make many subnormal weights, with which a CPU
-        multiplies a hundred times slower.
+        Keys with negligible weights (`reach`) are hidden, because steep biases create many subnormal weights. Multiplying these
+        on a CPU is a hundred times slower.
         """
         assert self.values is not None
-        # Views of what needs gradients keep SDPA from its fast kernel even where none are wanted.
+        # Views of tensors that require gradients prevent the fast kernel of SDPA, even if gradients are disabled.
         row = self.values.detach()[:, start : start + queries + keys - 1]
         common = row[:, queries - 1 : keys]  # All of these queries see a key in each of these columns.
         if self.reach is not None and common.shape[1]:
@@ -97,6 +98,6 @@ class DistanceTable:
 
 
 def toeplitz_view(columns: Tensor, keys: int) -> Tensor:
-    """The biases `[..., r, n]` in columns `[..., r, w]` that are each query's own, a view of contiguous memory."""
+    """The biases `[..., r, n]`, as a view of contiguous columns `[..., r, w]`, one row for each query."""
     *outer, queries, width = columns.shape
     return columns.as_strided((*outer, queries, keys), (*columns.stride()[:-2], width + 1, 1))

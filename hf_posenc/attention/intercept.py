@@ -1,9 +1,9 @@
-"""The encoding in attentions which multiply queries and keys themselves, not through Transformers' attention interface.
+"""Applies encodings in attentions that multiply queries and keys themselves, without Transformers' attention interface.
 
-Such an attention runs its host's own forward. While it runs, the product of queries and keys in it is intercepted: both are
-rotated before it, and the bias of the encoding is added to it. What the encoding adds by the weights is added to their product
-with the values, the first one of theirs behind a softmax. What else the host does stays as it is: how it projects and
-splits, its cache, masks, dropout, terms of its own.
+Such an attention runs the forward method of the original model, in which the product of queries and keys is intercepted.
+Queries and keys are rotated before it, and the bias of the encoding is added to it. Terms that the encoding computes from the
+weights are added to the first product of weights and values after a softmax. Everything else is unchanged: projections,
+splitting into heads, cache, masks, dropout, and the model's own terms.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
@@ -30,15 +30,15 @@ SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, tor
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
 SHARED = [True, True, False, False]
-"""Which of B, H, Q, K queries and keys share."""
+"""Whether queries and keys share each of the axes B, H, Q, K."""
 LAYER = ("layer_idx", "layer_id")
-"""Attributes by which attentions know their layer."""
+"""Attributes in which attentions store their layer index."""
 
 
 def forward(
     module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
 ) -> Any:
-    """The forward of such an attention, with the encoding in its product of queries and keys."""
+    """The forward method of such an attention, with the encoding applied to its product of queries and keys."""
     row = row_of(module)
     assert row is not None, f"{type(module).__name__} has no row"
     if row.unsupported_inputs:
@@ -60,9 +60,10 @@ BESIDE = "Inputs other than tokens (an image, entities, a prompt, memories, targ
 
 
 class InterceptQK(TorchFunctionMode):
-    """Puts the encoding into the first product of queries and keys that is made under it, and into that of weights and values.
+    """Applies the encoding to the first product of queries and keys computed in its context, and to that of weights and values.
 
-    keys_are_rotated: whether the keys were rotated as they entered a cache. has_cache: whether keys may come from one.
+    keys_are_rotated: whether the keys were rotated when they entered a cache.
+    has_cache: whether keys may come from a cache.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class InterceptQK(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
-        """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
+        """The product of `[B, H, Q, E]` and `[B, H, E, K]`, or of both with B and H merged."""
         if query.ndim != key.ndim or query.ndim < 3:
             return function(query, key)  # a projection
         query, key, bias, factor = self._encoded(query, key.mT)
@@ -100,12 +101,12 @@ class InterceptQK(TorchFunctionMode):
     def _sum(
         self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
     ) -> Tensor:
-        """The same, scaled within, plus a tensor."""
+        """The same product, scaled by alpha, plus a tensor scaled by beta."""
         query, key, bias, factor = self._encoded(batch1, batch2.mT, alpha)
         return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias, factor)
 
     def _einsum(self, equation: str, *operands: Any) -> Tensor:
-        """Queries and keys in an order of their own, of which the product's `[B, H, Q, K]` tells the meaning."""
+        """The product of queries and keys with any order of axes, identified by the axes `[B, H, Q, K]` of the output."""
         parts = equation.replace(" ", "").replace("->", ",").split(",")
         summed = {*parts[0]} & {*parts[1]} - {*parts[-1]}
         if len(parts) != 3 or len(summed) != 1 or [letter in parts[0] and letter in parts[1] for letter in parts[2]] != SHARED:
@@ -120,7 +121,7 @@ class InterceptQK(TorchFunctionMode):
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
     ) -> Tensor:
-        """All of an attention in one call."""
+        """A whole attention in one call."""
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
         call = self._call(query, key, scaling, attn_mask, is_causal)
         query, key = call.query, call.key
@@ -129,7 +130,7 @@ class InterceptQK(TorchFunctionMode):
             return self._weighed(weights, value)
         mask = biased_mask(call)
         causal = is_causal and mask is None
-        kwargs["scale"] = scaling  # an encoding may have changed the width that it would be taken from
+        kwargs["scale"] = scaling  # An encoding may have changed the width, which determines the default.
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
 
     def _multi_head_attention(
@@ -161,8 +162,10 @@ class InterceptQK(TorchFunctionMode):
         static_v: None = None,
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """All of an attention with its projections in one call, of inputs `[L, B, D]`: outputs `[L, B, D]`, and probabilities
-        `[B, Q, K]`, which are the heads' mean."""
+        """A whole attention with its projections in one call, for inputs `[L, B, D]`.
+
+        Returns outputs `[L, B, D]` and probabilities `[B, Q, K]`, averaged over heads.
+        """
         inputs = (query, key, value)
         given = zip(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias.chunk(3), strict=True)
         # [L, B, D] -> [B, H, L, E]
@@ -180,8 +183,10 @@ class InterceptQK(TorchFunctionMode):
         return output, probabilities.mean(dim=1)
 
     def _after_scores(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A call behind the product of queries and keys: of weights `[B, H, Q, K]`, or with B and H in one, the product with
-        values is the first one behind a softmax."""
+        """Handle a call after the product of queries and keys.
+
+        The first product after a softmax is that of weights `[B, H, Q, K]`, possibly with B and H merged, and values.
+        """
         pending = self.pending
         assert pending is not None
         if function in SOFTMAX:
@@ -211,12 +216,12 @@ class InterceptQK(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _weighed(self, weights: Tensor, value: Tensor) -> Tensor:
-        """The product of weights and values, with what the encoding adds."""
+        """The product of weights and values, plus the term of the encoding."""
         output = weights @ value
         return output + self._added(weights, value.shape[-1]).to(output.dtype)
 
     def _added(self, weights: Tensor, value_head_dim: int) -> Tensor:
-        """What the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
+        """The term that the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
         pending, self.pending = self.pending, None
         assert pending is not None
         return dispatch.value_bias(
@@ -224,8 +229,7 @@ class InterceptQK(TorchFunctionMode):
         )
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
-        comes afterwards.
+        """Rotated queries and keys, the bias to add to their product, and a factor for the bias that undoes later scaling.
 
         within: the factor by which the product itself is scaled.
         """
@@ -245,7 +249,7 @@ class InterceptQK(TorchFunctionMode):
         return query, key, bias, factor
 
     def _call(self, query: Tensor, key: Tensor, scaling: Any, mask: Any = None, is_causal: bool = False) -> AttentionCall:
-        """The call of this attention, its queries and keys rotated. Raises ValueError if the positions of some aren't known."""
+        """The call of this attention with rotated queries and keys. Raises ValueError if some positions are unknown."""
         self.qk_intercepted = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
         context = self.context.with_length(query.shape[2], query.device).for_attention(scaling, layer)
@@ -263,10 +267,10 @@ class InterceptQK(TorchFunctionMode):
 
 @dataclass
 class PendingValueTerm:
-    """What is known of the weights `[B, H, Q, K]` of an attention between its two products.
+    """The state of the weights `[B, H, Q, K]` of an attention between its two products.
 
     num_earlier_value_matmuls: the number of products with other values that come first.
-    is_normalized: whether a softmax has been made of them.
+    is_normalized: whether a softmax has been applied to them.
     """
 
     context: PositionContext

@@ -1,5 +1,6 @@
-"""Transformers' own attentions that don't go through its attention interface, a row each; and modules that keep an encoding out
-of their model, with what to do instead. Importing this module registers the rows.
+"""Descriptions of Transformers' own attentions that don't use its attention interface, one row each.
+
+It also lists modules that make their models unsupported, with alternatives. Importing this module registers the rows.
 """
 
 import math
@@ -13,12 +14,12 @@ from hf_posenc.attention.custom import CustomAttention, name_of
 
 
 def unscaled(module: Any, head_dim: int) -> float:
-    """1: queries or keys are scaled before the product, or within it, or never."""
+    """1, because queries or keys are scaled before the product or within it, or not at all."""
     return 1.0
 
 
 def imagegpt_scaling(module: Any, head_dim: int) -> float:
-    """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
+    """The scaling of ImageGPT, which has GPT-2's two settings. With float32 scores, it scales within the product."""
     if module.reorder_and_upcast_attn:
         return 1.0
     scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
@@ -26,17 +27,17 @@ def imagegpt_scaling(module: Any, head_dim: int) -> float:
 
 
 def config_scaling(module: Any, head_dim: int) -> float:
-    """A number of the config's (MPT)."""
+    """A number from the config (MPT)."""
     return module.softmax_scale
 
 
 def learned_scaling(module: Any, head_dim: int) -> Tensor:
-    """A learned factor of each head, `[H, 1, 1]`, on cosines (Swin v2)."""
+    """A learned factor `[H, 1, 1]` on cosines, one for each head (Swin v2)."""
     return module.logit_scale.clamp(max=math.log(100)).exp()
 
 
 def sparse(module: Any) -> str:
-    """Of attentions that never multiply all queries by all keys."""
+    """The reason for attentions that never multiply all queries by all keys."""
     return "splits its queries and keys into chunks"
 
 
@@ -99,7 +100,7 @@ KNOWN = {
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": CustomAttention(unsupported_inputs=("g",), token_axis=0),
 }
-"""By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
+"""Keys are directory and class. In each attention, the first product of two activations is that of queries and keys."""
 
 custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
 
@@ -160,7 +161,7 @@ UNSUPPORTED = {
     ),
     "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which no bias can be added", _TOGETHER),
 }
-"""Folder and class -> modules in which order would stay visible, or that receive more than tokens."""
+"""Directory and class -> modules that would stay order-sensitive, or that receive more than tokens."""
 
 
 def refusal_of(module: nn.Module) -> Refusal | None:

@@ -1,1 +1,1 @@
-"""Saving and loading: files, the code that travels with a checkpoint, the mixins of configs and models."""
+"""Saving and loading: files, the code saved with a checkpoint, and the mixins of configs and models."""

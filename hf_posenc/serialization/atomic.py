@@ -3,10 +3,11 @@
 A single file is written to a temporary file in the same directory, flushed to disk, and renamed.
 
 Several renames are not atomic. All new files of a directory are therefore written to a temporary directory first, with a
-journal that lists them. Then config.json is replaced by a marker that can't be loaded (a stock model has no marker: its
-config.json is missing for the moment), each old file is moved to the temporary directory, each new one is moved to its place,
-and the new config.json last. This last rename completes the save. If it is interrupted earlier, the old files are moved back:
-at once after an error or Ctrl-C, and by `recover` after a kill. Every save and every command calls `recover` first.
+journal that lists them. Then config.json is replaced by a marker that can't be loaded. (A save of an original model has no
+marker. Its config.json is missing during the save.) Each old file is moved to the temporary directory and each new file to its
+place, with the new config.json last. This last rename completes the save. If the save is interrupted earlier, the old files are
+moved back: immediately after an error or Ctrl-C, and by `recover` after a kill. Every save and every command calls `recover`
+first.
 """
 
 import contextlib
@@ -28,37 +29,43 @@ from hf_posenc.serialization.interrupted import CONFIG, MARKER, json_of
 
 try:
     import fcntl
-except ImportError:  # Windows: saves don't wait for each other, and interrupted ones are not undone
+except ImportError:  # On Windows, saves don't wait for each other, and interrupted saves are not undone.
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 ENTRY = "modeling_posenc.py"
 PREFIX = ".posenc-"
-"""Of the names of temporary directories."""
+"""The prefix of the names of temporary directories."""
 UNPUSHED = ".cache/huggingface"
-"""The content of a temporary directory is in this subdirectory, which uploads by huggingface_hub leave out."""
+"""The subdirectory with the content of a temporary directory. Uploads by huggingface_hub skip it."""
 FILES = "files"
 OLD = "old"
 LOCK = "lock"
 JOURNAL = "journal.json"
 UNFINISHED = "journal.part"
 WEIGHTS = re.compile(r"(.+?)(?:\.([^.]+?))?(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index(?:\.([^.]+))?\.json)?")
-"""Names of weight files, shards and indices, with the variant: model.safetensors, model.fp16-00001-of-00002.safetensors."""
+"""Matches names of weight files, shards, and indices, with an optional variant.
+
+Examples: model.safetensors, model.fp16-00001-of-00002.safetensors.
+"""
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free disk space, or choose another path"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable, or choose another path"),
     errno.EIO: "Check the disk, or choose another path",
 }
-"""What to do about the errors of a write."""
+"""Remedies for write errors."""
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
-    """A file, open for writing, that replaces `path` at the end. If the block raises, `path` is not changed.
+    """Opens a file for writing that replaces `path` at the end. If the block raises, `path` is not changed.
 
-    mode: "w" (UTF-8) or "wb". The other options are those of `open`. Symlinks are followed, and the permissions of an existing
-    file are kept. Devices and pipes, such as /dev/stdout, can't be replaced and are written directly.
+    Symlinks are followed, and an existing file keeps its permissions. Devices and pipes, such as /dev/stdout, can't be replaced
+    and are written directly.
+
+    mode: "w" (UTF-8) or "wb".
+    **options: options of `open`.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"mode={mode!r} isn't supported. Use 'w' or 'wb'.")
@@ -95,16 +102,16 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "w", **options: Any) -
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file by `text`, in UTF-8, completely or not at all."""
+    """Replace the content of a file with `text` in UTF-8, completely or not at all."""
     with atomic_file(path) as file:
         file.write(text)
 
 
 @contextlib.contextmanager
 def new_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary directory that becomes `directory` at the end and replaces an earlier one. It is removed if the block raises.
+    """A temporary directory that replaces `directory` at the end. It is removed if the block raises.
 
-    Its name is `directory`'s after a dot, so that several processes can fill it. Two can't be open at once.
+    Its name is that of `directory` after a dot, so that several processes can write to it. Two can't be open at once.
     """
     target = Path(os.path.realpath(directory))
     temporary = target.with_name(f".{target.name}")
@@ -123,7 +130,7 @@ def new_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory, after renaming it to a hidden name, so that an interrupted removal leaves no partial directory."""
+    """Rename a directory to a hidden name, then remove it, so that an interruption leaves no partial directory."""
     if directory.exists():
         hidden = directory.with_name(f".{directory.name}-old")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -132,8 +139,11 @@ def remove_directory(directory: Path) -> None:
 
 
 def superseded(folder: Path, new: Iterable[str]) -> list[str]:
-    """The files of earlier saves that would be left over: shards and indices under the same name, since Transformers reads a
-    single file rather than shards; and code that came with a model whose entry is replaced, such as a user's encodings."""
+    """The files of earlier saves that a new save must remove.
+
+    They are weights, shards, and indices of the same name, because Transformers prefers a single file to shards. If the entry
+    of a model's code is replaced, they include the code saved with that model, such as custom encodings.
+    """
     saved = {_weights(name) for name in new} - {None}
     code = _code(folder / ENTRY) if ENTRY in new else set()
     there = (path.name for path in entries(folder))
@@ -141,7 +151,7 @@ def superseded(folder: Path, new: Iterable[str]) -> list[str]:
 
 
 def _code(entry: Path) -> set[str]:
-    """The files that the entry of a model's code imports. Only those were saved with it."""
+    """The files that the entry of a model's code imports. Only these were saved with the model."""
     try:
         text = entry.read_text(encoding="utf-8") if entry.is_file() else ""
     except (OSError, ValueError):
@@ -158,12 +168,12 @@ def replaced(
 ) -> Iterator[Path]:
     """A temporary directory whose files replace those of `directory` at the end. If the block raises, nothing is changed.
 
-    Files are renamed, never overwritten: targets of symlinks and tensors that are memory-mapped from a replaced file keep
-    their values. Other files are kept, except the names that `stale(directory, new names)` returns.
+    Files are renamed, never overwritten. Targets of symlinks and tensors that are memory-mapped from a replaced file therefore
+    keep their values. Other files are kept, except those that `stale(directory, new names)` returns.
 
     last: the file that is replaced last, by default config.json.
-    flush: write the new files to the disk before any is replaced, so that a power failure leaves no mixture either. This takes
-    several milliseconds per file.
+    flush: flush the new files to disk before any is replaced, so that a power failure leaves no mixture either. This takes
+        several milliseconds per file.
     """
     folder = Path(os.path.realpath(directory))
     new = not folder.exists()
@@ -175,7 +185,7 @@ def replaced(
             with _temporary(folder) as temporary:
                 yield temporary / FILES
                 with _locked(folder):
-                    _recover(folder)  # after a process that was killed in the meantime
+                    _recover(folder)  # Another process may have been killed in the meantime.
                     try:
                         _prepare(folder, temporary, stale, last, flush)
                         _move(folder, temporary)
@@ -192,7 +202,7 @@ def replaced(
 
 
 def recover(directory: str | os.PathLike[str]) -> None:
-    """Undo a save into a directory that was interrupted, and log a warning. Other paths are ignored."""
+    """Undo an interrupted save into a directory, and log a warning. Other paths are ignored."""
     folder = Path(os.path.realpath(directory))
     if folder.is_dir() and any(folder.glob(f"{PREFIX}*")):
         with _locked(folder):
@@ -200,7 +210,7 @@ def recover(directory: str | os.PathLike[str]) -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """The content of a directory without temporary directories of this module."""
+    """The content of a directory without the temporary directories of this module."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith(PREFIX))
 
 
@@ -221,7 +231,8 @@ def _prepare(
         if there.is_file():
             shutil.copymode(there, files / name)
     config = json_of(files / CONFIG)
-    if isinstance(config, dict) and "position_encoding" in config:  # of the new model's type, which no class of ours loads
+    if isinstance(config, dict) and "position_encoding" in config:
+        # The marker has the new model's type, whose config class raises an error for a marker.
         kept = {key: config[key] for key in ("model_type", "auto_map") if key in config}
         (temporary / CONFIG).write_text(json.dumps({**kept, MARKER: True}), encoding="utf-8")
     names.sort(key=lambda name: (name == last, name == CONFIG))
@@ -232,11 +243,11 @@ def _prepare(
 
 
 def _move(folder: Path, temporary: Path) -> None:
-    """Move the old files away and the new ones to their places. The last rename completes the save."""
+    """Move the old files to the temporary directory and the new files to their places. The last rename completes the save."""
     journal = json_of(temporary / JOURNAL)
     names: list[str] = journal["move"]
     if CONFIG in names:
-        if (temporary / CONFIG).exists():  # at no time without a config.json, whose error would not name the cause
+        if (temporary / CONFIG).exists():  # A missing config.json would raise an error without the cause.
             if os.path.lexists(folder / CONFIG):
                 (temporary / OLD).mkdir()
                 shutil.copy2(folder / CONFIG, temporary / OLD / CONFIG, follow_symlinks=False)
@@ -252,7 +263,10 @@ def _move(folder: Path, temporary: Path) -> None:
 
 
 def _undo(folder: Path, temporary: Path) -> None:
-    """Move the old files back, unless the save is complete, another program has saved a model since, or nothing has begun."""
+    """Move the old files back and remove the journal.
+
+    Files aren't moved if the save is complete or hasn't started, or if another program has since saved a model.
+    """
     journal = _journal(folder, temporary)
     files, old = temporary / FILES, temporary / OLD
     complete = not any((files / name).is_file() for name in journal["move"])
@@ -263,7 +277,7 @@ def _undo(folder: Path, temporary: Path) -> None:
             if not (files / name).is_file():
                 _move_one(folder, files, name)
                 with contextlib.suppress(OSError):
-                    (folder / name).parent.rmdir()  # if it was new, and is empty now
+                    (folder / name).parent.rmdir()  # removes only an empty directory
         if CONFIG in journal["move"] and not os.path.lexists(old / CONFIG):
             (folder / CONFIG).unlink(missing_ok=True)  # the marker
         for name in (*journal["remove"], *sorted(journal["move"], key=lambda name: name == CONFIG)):
@@ -272,7 +286,7 @@ def _undo(folder: Path, temporary: Path) -> None:
 
 
 def _move_one(source: Path, target: Path, name: str) -> None:
-    """Move a file or directory, if it is there, to the same relative path in another directory."""
+    """Move a file or directory, if it exists, to the same relative path in another directory."""
     if os.path.lexists(source / name):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
@@ -290,8 +304,10 @@ def _recover(folder: Path) -> None:
 
 
 def _is_ours(leftover: Path) -> bool:
-    """Whether a path has the layout of a temporary directory of this module, which may be incomplete. A downloaded one with
-    symlinks could name any other directory."""
+    """Whether a path has the layout of a temporary directory of this module, which may be incomplete.
+
+    A path with symlinks doesn't, because symlinks in a downloaded directory could point to any other directory.
+    """
     level = leftover
     for name in Path(UNPUSHED).parts:
         if level.is_symlink() or not level.is_dir() or not {*os.listdir(level)} <= {name}:
@@ -304,7 +320,7 @@ def _is_ours(leftover: Path) -> bool:
 
 
 def _journal(folder: Path, temporary: Path) -> dict[str, list[str]]:
-    """The journal of a save; one without entries if there is none, or if it names files outside its directory."""
+    """The journal of a save. It is empty if the file is missing or malformed, or names files outside its directory."""
     journal = json_of(temporary / JOURNAL)
     try:
         names = [*journal["move"], *journal["remove"]]
@@ -313,21 +329,21 @@ def _journal(folder: Path, temporary: Path) -> dict[str, list[str]]:
             return journal
     except (TypeError, KeyError):
         pass
-    return {"move": [], "remove": []}  # a downloaded directory may contain any journal
+    return {"move": [], "remove": []}  # A downloaded directory may contain any journal.
 
 
 def _within(folder: Path, name: str) -> bool:
-    """Whether a relative path stays in a directory, also if parts of it are symlinks."""
+    """Whether a relative path stays in a directory, even if parts of it are symlinks."""
     parent = Path(os.path.realpath((folder / name).parent))
     return Path(name).name not in ("", "..") and (parent == folder or folder in parent.parents)
 
 
 @contextlib.contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """A temporary directory in a directory, so that both are on one file system. Recovers interrupted saves first.
+    """A temporary directory within a directory, so that both are on one file system. It first recovers interrupted saves.
 
-    Its owner holds a lock in it. The system releases the lock when the process ends; a process id would mean nothing on another
-    machine or in another container. A directory with old files that couldn't be moved back is kept for `recover`.
+    Its owner holds a lock in it, which the system releases when the process ends. A process ID would mean nothing on another
+    machine or in another container. If old files couldn't be moved back, the temporary directory is kept for `recover`.
     """
     with contextlib.ExitStack() as owned:
         with _locked(folder):
@@ -342,7 +358,10 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path, outer: Path) -> None:
-    """Remove a temporary directory, unless an undo failed, while no other process looks for leftovers."""
+    """Remove a temporary directory, unless an undo failed.
+
+    The lock prevents other processes from looking for leftovers in the meantime.
+    """
     temporary = outer / UNPUSHED
     if not folder.exists() or (
         (temporary / JOURNAL).exists() and any(path.is_file() for path in (temporary / FILES).rglob("*"))
@@ -361,11 +380,11 @@ def _abandoned(lock: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock of a file or folder. Gives False where another process has it, or the file system has no locks."""
+    """Holds the lock of a file or directory. Yields False if another process holds it or the file system has no locks."""
     if fcntl is None:
         yield False
         return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS locks no file that is open for reading
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS can't lock files open for reading.
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -379,7 +398,7 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the disk name the path that was to be written, not a temporary file, and what to do."""
+    """Makes disk errors name the target path instead of a temporary file, and what to do."""
     try:
         yield
     except OSError as error:
@@ -393,7 +412,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _synchronize(path: Path) -> None:
-    """Flush a file or directory to disk. Windows and some file systems can't do so with a directory."""
+    """Flush a file or directory to disk. Windows and some file systems can't flush directories."""
     directory = path.is_dir()
     if directory and fcntl is None:
         return
@@ -408,6 +427,6 @@ def _synchronize(path: Path) -> None:
 
 
 def _weights(name: str) -> tuple[str, str | None] | None:
-    """The name and variant of the model that a weight file belongs to; None for other files."""
+    """The name and variant of the model that a weight file belongs to. None for other files."""
     match = WEIGHTS.fullmatch(name)
     return match and (match[1], match[2] or match[3])

@@ -1,4 +1,4 @@
-"""Imports the copies of a user's files, under another name in this process, before they are saved with a model."""
+"""Imports the copies of a user's files, under other names in this process, before they are saved with a model."""
 
 import ast
 import functools
@@ -29,13 +29,13 @@ PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any]]) -> str | None:
-    """Why the files of a checkpoint don't give the user's encodings of this process. None if they do.
+    """Why the files of a checkpoint don't reproduce this process's custom encodings. None if they do.
 
-    encodings: of each, its type, options and geometry.
+    encodings: type, options, and geometry of each encoding.
     """
     try:
         found = _imported(tuple(files.items()), tuple(code.texts), json.dumps(encodings))
-    except OSError as error:  # not remembered: another time it may work
+    except OSError as error:  # This isn't cached, because a later attempt may succeed.
         return f"the copies can't be tested in a temporary directory: {error}."
     if isinstance(found, str):
         return found
@@ -52,21 +52,21 @@ def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any
 
 
 Constants = dict[str, tuple[Any, str]]
-"""By dotted name: a value in a form that can be compared, and as text."""
+"""Maps dotted names to values, each in a comparable form and as text."""
 
 
 @functools.lru_cache(maxsize=32)
 def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodings: str) -> dict[str, Constants] | str:
-    """The constants of each of the user's files once its copy is imported, or why it can't be."""
+    """The constants of each of the user's files, from its imported copy, or why a copy can't be imported."""
     with tempfile.TemporaryDirectory(prefix="posenc_copies_") as folder, _generators_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python gave them when the files were imported first
+        warnings.simplefilter("ignore")  # Python showed them when the files were first imported.
         package = ModuleType(Path(folder).name)
         package.__path__ = [folder]
         for file, text in files:
             Path(folder, file).write_text(text, encoding="utf-8")
         sys.modules[package.__name__] = package
         try:
-            for name in users:  # Transformers takes what looks like an import in a string for one, too
+            for name in users:  # Transformers also finds imports in strings.
                 if missing := {f"{each}.py" for each in check_imports(Path(folder, f"{name}.py"))} - {*dict(files)}:
                     return f"Transformers would look for {', '.join(sorted(missing))} in the same directory."
             modules = {name: importlib.import_module(f"{package.__name__}.{name}") for name in users}
@@ -77,7 +77,7 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
                 _make(base, **each)
             return {name: _constants(module, dict(files)[f"{name}.py"]) for name, module in modules.items()}
         except (Exception, SystemExit) as error:
-            # Transformers advises to install what is missing, though it may be the user's own.
+            # Transformers recommends installing missing modules, but these may be the user's own files.
             said = re.sub(r"\.? Run `pip install .*", "", str(error).replace(folder, ""), flags=re.DOTALL)
             return (
                 f"the copy can't be imported: {type(error).__name__}: {said}. It can't open files. It can import installed "
@@ -89,7 +89,10 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
 
 
 def _make(base: ModuleType, type: str, options: dict[str, Any], geometry: dict[str, Any]) -> None:
-    """Make an encoding without values. Raises errors of imports and files, since others can be of these sizes or no values."""
+    """Create an encoding without values.
+
+    Raises only errors of imports and files, because these sizes or the missing values can cause other errors.
+    """
     try:
         with torch.device("meta"):
             base.PositionEncoding.registered[type](base.Geometry(**geometry), **options)
@@ -100,12 +103,14 @@ def _make(base: ModuleType, type: str, options: dict[str, Any], geometry: dict[s
 
 
 def _constants(module: ModuleType | None, source: str) -> Constants:
-    """The plain values that a module, its classes, and the defaults of its functions have, by dotted name, in a form that can
-    be compared, and as text. Without those that functions assign again, and the module's own name and file."""
+    """The plain values of a module, its classes, and its functions' defaults, by dotted name.
+
+    Globals that functions reassign, the module's name, and paths in its directory are omitted.
+    """
     if module is None:
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the file, which gave them when it was imported first
+        warnings.simplefilter("ignore")  # Python showed them when the file was first imported.
         nodes = ast.walk(ast.parse(source))
         changing = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     own = {
@@ -136,14 +141,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names(value: Any, module: ModuleType) -> bool:
-    """Whether a value is the name of its module, or a path in its folder: both differ in a copy."""
+    """Whether a value is the name of its module or a path in its directory. Both differ in a copy."""
     folder = str(Path(module.__file__).parent) if module.__file__ else module.__name__
     return isinstance(value, str) and (value == module.__name__ or value.startswith(folder))
 
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """The state of all random numbers stays as it is."""
+    """Preserves the states of all random number generators."""
     drawn = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

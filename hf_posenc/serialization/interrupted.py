@@ -9,7 +9,7 @@ MARKER = "interrupted_save"
 
 
 def refuse_interrupted(config: dict[str, Any] | Path) -> None:
-    """Raises ValueError for a config.json, its content or its path, that is the marker of an interrupted save."""
+    """Raises ValueError if a config.json, given as its content or its path, is the marker of an interrupted save."""
     where: Any = "this directory"
     if isinstance(config, Path):
         where = config.parent
@@ -23,7 +23,7 @@ def refuse_interrupted(config: dict[str, Any] | Path) -> None:
 
 
 def json_of(path: Path) -> Any:
-    """The content of a JSON file; None if it can't be read."""
+    """The content of a JSON file. None if it can't be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

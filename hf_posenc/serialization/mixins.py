@@ -1,4 +1,7 @@
-"""Saving and loading models with encodings: with the code they need, from safetensors files alone, whole or not at all."""
+"""Mixins that save and load models with encodings.
+
+Models are saved atomically, with the code they need, and loaded only from safetensors files.
+"""
 
 import contextlib
 import itertools
@@ -25,13 +28,16 @@ if TYPE_CHECKING:
     from hf_posenc.encodings.mapped_tables import StoredTensor
 
 LABEL = "position_encoding"
-"""The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
+"""The metadata entry of a weight file that contains its model's `position_encoding` as JSON."""
 RENAMED = {r"posenc\.host\.": "posenc.original."}
-"""Keys of weights in checkpoints of version 0.1 -> today's."""
+"""Weight names in checkpoints of version 0.1 -> current names."""
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A config with `position_encoding`. Loading refuses another type than was saved; saving adds the code it needs."""
+    """A config with `position_encoding`.
+
+    Saving adds the code it needs. Loading raises a ValueError if the type differs from the saved one.
+    """
 
     if TYPE_CHECKING:
         position_encoding: Any
@@ -63,23 +69,23 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         return written
 
     def complete(self) -> None:
-        """Add what a model needs that is made from this config alone, before it is saved."""
+        """Add the entries that a model needs and that depend only on this config. It is called before saving."""
 
     def _auto_classes(self) -> dict[str, str]:
-        """Auto class -> the class it loads."""
+        """Auto class -> name of the class that it loads."""
         raise NotImplementedError
 
     def _not_saved(self) -> str:
-        """What is to be done to load a model of which code can't be saved, or ""."""
+        """How to load a model whose code can't be saved, or "" if it can."""
         return ""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
+        """Does nothing, because `save_pretrained` writes the code and names all Auto classes."""
 
     @classmethod
     def _from_code(cls, encoding: Any) -> dict[str, Any]:
-        """The canonical `position_encoding` of one that is given in code, where strings may name files."""
+        """The canonical form of a `position_encoding` given in code, where strings may name files."""
         raise NotImplementedError
 
     @classmethod
@@ -92,10 +98,10 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
 
 class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A model that initialises the parameters of its encodings. Loading raises if a checkpoint lacks some of them."""
+    """A model that initializes its encodings' parameters. Loading raises ValueError if a checkpoint lacks some of them."""
 
     initialized_whole: ClassVar[tuple[type[nn.Module], ...]] = (PositionEncoding,)
-    """Modules that initialise what is within them, too. Transformers passes over one that has no tensor of its own."""
+    """Modules that also initialize their submodules. Transformers skips modules that have no direct tensors."""
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, self.initialized_whole) and not is_marked(module):
@@ -115,7 +121,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         wanted = kwargs.pop("output_loading_info", False)
         kwargs["key_mapping"] = {**RENAMED, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        # Transformers would save the weights under the old names again.
+        # Otherwise, Transformers would save the weights under the old names.
         conversions = _compat.weight_conversions(model)
         conversions[:] = [each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))]
         for kind, remedy in (
@@ -140,7 +146,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        # Every file that weights are read from is an argument here, also those named by a shard index, a config, an adapter.
+        # The arguments include every file with weights, also those named by a shard index, a config, or an adapter.
         shards = ((load_config.sharded_metadata or {}).get("weight_map") or {}).values()
         for file in (*(checkpoint_files or ()), *shards):
             if not str(file).endswith(".safetensors"):
@@ -168,7 +174,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
-            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # saves nothing, or this rank's part
         else:
             given: Any = args[0] if args else kwargs.get("state_dict")
             tables = [] if given is None or _compat.has_adapters(self) else _stored_names(self)
@@ -183,7 +189,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        self._label(Path(working_dir))  # save_pretrained(…, push_to_hub=True) uploads before it returns
+        self._label(Path(working_dir))  # save_pretrained(…, push_to_hub=True) uploads before it returns.
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def _label(self, folder: Path) -> None:
@@ -200,7 +206,7 @@ def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
 
 
 def _restore(model: Any, files: Iterable[str], info: Any) -> None:
-    """Let encodings take what they read from the files of a checkpoint by themselves, and correct what is reported of it."""
+    """Let encodings read their own tensors from a checkpoint's files, and correct the lists of missing and unexpected keys."""
     places: dict[str, str] = {}
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     for path, module in model.named_modules():
@@ -226,7 +232,10 @@ def _restore(model: Any, files: Iterable[str], info: Any) -> None:
 
 
 def _key(name: str, keys: Iterable[str]) -> str | None:
-    """The key of a tensor in files whose model may be one within this, or around it."""
+    """The key of a tensor in files whose model may be a submodel of this model, or contain it.
+
+    None if no key or several keys match.
+    """
     tail = name[name.index("posenc") :]
     alike = [key for key in keys if f".{key}".endswith(f".{tail}")]
     near = [key for key in alike if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
@@ -234,21 +243,21 @@ def _key(name: str, keys: Iterable[str]) -> str | None:
 
 
 def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Arguments of `save_pretrained` for a temporary folder: a repository is named after the folder that was given."""
+    """Arguments of `save_pretrained` for a temporary directory. The repository is named after the given directory."""
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
 def _stored_names(model: Any) -> list[str]:
-    """The names in its state_dict of a model's tables that are in files of their own."""
+    """The state_dict names of a model's tensors that are stored in separate files."""
     encodings = [(path, module) for path, module in model.named_modules() if isinstance(module, PositionEncoding)]
     return [f"{path}.{name}" for path, module in encodings for name in module.stored()]
 
 
 def _write_metadata(path: Path, encoding: str) -> None:
-    """Write the encoding into the metadata of a weight file.
+    """Write the encoding to the metadata of a weight file.
 
-    Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
-    give different files. The format: https://huggingface.co/docs/safetensors.
+    Transformers accepts no metadata. safetensors writes several entries in random order, so identical models would have
+    different files. For the format, see https://huggingface.co/docs/safetensors.
     """
     labelled = path.with_suffix(".labelled")
     with path.open("rb") as file, labelled.open("wb") as copy:
@@ -257,7 +266,7 @@ def _write_metadata(path: Path, encoding: str) -> None:
         text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
         copy.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(file, copy, 2**24)  # the offsets in the header count from its end
+        shutil.copyfileobj(file, copy, 2**24)  # The offsets in the header are relative to its end.
     shutil.copymode(path, labelled)
     os.replace(labelled, path)
 
@@ -270,7 +279,7 @@ def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
     """Raises ValueError for weight files of an interrupted save, of several saves, or of another encoding than the config's.
 
-    Files without a label load, if none has one: other tools leave it out. Options may differ from the label's: they can be
+    If no file has a label, they load, because other tools omit labels. Options may differ from the label, because they can be
     edited in the config.
     """
     labels = {str(file): _metadata(file).get(LABEL) for file in files}
@@ -287,7 +296,7 @@ def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
 
 
 def _type(label: str) -> Any:
-    """The encoding's type in a label, or the label itself if it isn't ours."""
+    """The encoding's type in a label, or the beginning of the label if it isn't from hf-posenc."""
     try:
         return json.loads(label)["type"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,8 +1,8 @@
-"""The code saved with a checkpoint, which loads by `trust_remote_code=True` with torch and transformers alone.
+"""The code saved with a checkpoint. With `trust_remote_code=True`, it loads the model with only torch and transformers.
 
-Flat copies of this package's modules, since Transformers fetches no code from subfolders. They differ from the originals in
-their imports alone, which are relative. `user_code` adds the source of a user's own encodings. Only what runs a model is
-carried: the modules that others import at their top level, the model's own encodings, and the position components of its plan.
+It consists of flat copies of hf-posenc modules, because Transformers fetches no code from subdirectories. They differ from the
+originals only in their imports, which are relative. `user_code` adds the source of custom encodings. Only modules that run a
+model are saved: those that others import at their top level, the model's encodings, and its plan's positional components.
 """
 
 import ast
@@ -28,13 +28,15 @@ from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, 
 
 logger = logging.getLogger(__name__)
 COMPONENTS = f"{PACKAGE}.architectures.components."
-"""The beginning of the names of modules with position components."""
+"""The prefix of the names of modules with positional components."""
 
 
 def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
-    """File name -> source of all code needed by a model of module `root` with these encodings, (class, options) each.
+    """File name -> source of all code that a model of module `root` with these encodings needs.
 
-    Raises ValueError if a user's encoding can't be copied, or if its copy can't be imported.
+    encodings: (class, options) of each encoding.
+
+    Raises ValueError if a custom encoding can't be copied, or if its copy can't be imported.
     """
     encodings = list(encodings)
     classes = [cls for cls, _ in encodings]
@@ -55,7 +57,7 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
         f"# From hf-posenc {version} (Apache-2.0): what this model needs where that package isn't installed, with "
         "trust_remote_code=True.\n# Where it is installed, `import hf_posenc` loads the model without this file.\n"
     )
-    # Transformers fetches the modules that the entry imports. Encodings register themselves; __getattr__ makes the classes.
+    # Transformers fetches the modules that the entry imports. Encodings register themselves. __getattr__ creates the classes.
     imports = "".join(f"from .{name} import __name__ as _\n" for name in [*sorted(found), *code.texts])
     names = "__getattr__" if hasattr(sys.modules[root], "__getattr__") else "*"
     entry = f"from .{flat('hf_posenc._versions')} import warn\n\nwarn()\n{imports}from .{flat(root)} import {names}\n"
@@ -72,8 +74,10 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
 
 
 def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> list[str]:
-    """The modules of ours that compute the biases of these encodings: none for those that add vectors or rotate; in blocks only
-    where biases have parameters, or depend on content."""
+    """The hf-posenc modules that compute the biases of these encodings.
+
+    Additive and rotary encodings need none. `blockwise` is needed only if biases have parameters or depend on content.
+    """
     found: list[str] = []
     for cls, options in encodings:
         if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.mechanisms()):
@@ -82,15 +86,17 @@ def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> l
                 with torch.device("meta"):
                     module = cls(_geometry(cls, config), **options)
                 in_blocks = module.has_distance_vectors() or any(True for _ in module.parameters())
-            except Exception:  # of a user's class, which may want values
+            except Exception:  # A custom class may need values.
                 in_blocks = True
             found += [f"{PACKAGE}.attention.blockwise"] * in_blocks
     return found
 
 
 def _planned(config: Any) -> list[str]:
-    """The modules of ours that a model needs by its plan: for its position components, custom attentions, calibration, and
-    stacks that make their tokens themselves."""
+    """The hf-posenc modules that a model needs according to its plan and spec.
+
+    They support positional components, custom attention code, calibration, windows, and stacks that create their own tokens.
+    """
     plans = plans_of(config)
     kinds = {kind for plan in plans for kind, _ in plan.components}
     components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
@@ -104,7 +110,7 @@ def _planned(config: Any) -> list[str]:
 
 
 def _reads_tokens(stack: str) -> bool:
-    """Whether a class of Transformers' takes token ids as its main input. False for one that isn't known."""
+    """Whether the main input of a Transformers class is token IDs. False for an unknown class."""
     modules = (
         module for name, module in sys.modules.items() if name.startswith("transformers.models.") and ".modeling_" in name
     )
@@ -113,7 +119,10 @@ def _reads_tokens(stack: str) -> bool:
 
 
 def _geometry(cls: Any, config: Any) -> Geometry:
-    """Sizes like a model's. Which tensors and files an encoding has, beyond their shapes, doesn't depend on them."""
+    """Sizes similar to a model's.
+
+    Only the shapes of an encoding's tensors depend on them. Which tensors and files it has doesn't.
+    """
 
     def size(name: str, default: int) -> int:
         value = getattr(config.get_text_config(), name, None)
@@ -130,14 +139,14 @@ def _announce(path: Path) -> None:
 
 
 def without_code(message: str) -> dict[str, str]:
-    """The entry of a model of which code can't be saved. Its error replaces Transformers' own, which advises an upgrade."""
+    """The entry of a model whose code can't be saved. Its error replaces that of Transformers, which recommends an upgrade."""
     return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
 
 
 def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
-    """Adds the source of one of our modules, and of those it imports at its top level, to `carried`.
+    """Adds the source of an hf-posenc module, and of the modules that it imports at its top level, to `carried`.
 
-    Of a package, a module that stands for it; `wanted` are the modules of a package that users' files reach through it.
+    A package is replaced by a module. `wanted` are the modules of a package that users' files access through it.
     """
     if module in carried:
         return
@@ -152,7 +161,7 @@ def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
 
 
 def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
-    """A flat module with the public names of a package that come from encodings/; other names are errors."""
+    """A flat module with the public names of a package that come from encodings/. Other names raise an error."""
     values = {name: getattr(sys.modules[package], name) for name in sys.modules[package].__all__}  # type: ignore[attr-defined]
     owners = {
         name: value.__module__
@@ -172,12 +181,12 @@ def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
 
 
 Statement = tuple[ast.ImportFrom, list[tuple[ast.alias, str]]]
-"""An import of ours, and for each of its names the module that defines it."""
+"""An import from hf-posenc, and for each of its names, the module that defines it."""
 
 
 @functools.cache
 def _imports(source: str, within: bool) -> list[Statement]:
-    """The imports of our modules in a source: at its top level, or within functions, which run when they are needed."""
+    """The imports of hf-posenc modules in a source, either at its top level or within functions, which run later."""
     tree = parsed(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inner = {id(node) for function in functions for node in ast.walk(function)}
@@ -192,7 +201,7 @@ def _is_for_checkers(statement: ast.stmt) -> bool:
 
 
 def _owner(node: ast.ImportFrom, alias: ast.alias) -> str:
-    """The module that an import names, or that defines the name; a package re-exports names of its modules."""
+    """The module that an import names or that defines the name. A package re-exports names of its modules."""
     module = importlib.import_module(node.module or "")
     value = getattr(module, alias.name, None)
     if not hasattr(module, "__path__"):
@@ -203,8 +212,10 @@ def _owner(node: ast.ImportFrom, alias: ast.alias) -> str:
 
 
 def _linked(source: str, carried: Collection[str]) -> str:
-    """A source in which imports of our modules name the copies beside it. Those within functions, of modules that aren't
-    carried, become errors: what they do needs the package."""
+    """A source whose imports of hf-posenc modules name the copies in its directory.
+
+    Imports of modules that aren't saved, within functions, raise an ImportError, because they need hf-posenc.
+    """
     lines = source.splitlines(keepends=True)
     statements = [(node, owners, within) for within in (False, True) for node, owners in _imports(source, within)]
     for node, owners, _ in sorted(statements, key=lambda each: each[0].lineno, reverse=True):
@@ -220,7 +231,7 @@ NEEDED = f"This needs {{}}, which is not saved with the model. Run {INSTALL}, im
 
 
 def _relative(node: ast.ImportFrom, alias: ast.alias, owner: str) -> str:
-    """The import of a name, or of a whole module of ours, in a copy."""
+    """The import of a name or of a whole hf-posenc module in a copy."""
     if owner == f"{node.module}.{alias.name}":
         return f"from . import {flat(owner)} as {alias.asname or alias.name}"
     return f"from .{flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")

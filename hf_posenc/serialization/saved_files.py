@@ -1,4 +1,4 @@
-"""Reads what somebody saved: JSON files, and the configs of models. Damaged or hostile files are errors in one line."""
+"""Reads JSON files and model configs from untrusted sources. Damaged or hostile files raise one-line errors."""
 
 import contextlib
 import json
@@ -14,27 +14,27 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, cached_file, has_file
 
 DIGITS = 400
-"""Integers in a file with more digits than this are beyond any float, and are read as infinite."""
+"""Maximum digits of an integer in a file. Longer integers exceed every float and are read as infinite."""
 MAX_DEPTH = 64
 """Maximum depth of a config's nesting."""
 MAX_MODULES = 1_000
-"""Maximum modules of a model of sentence-transformers, with those of its routers."""
+"""Maximum number of modules in a sentence-transformers model, including those of its routers."""
 LONGEST_ERROR = 600
-"""Maximum characters of another library's error in one of ours."""
+"""Maximum number of characters of another library's error in an hf-posenc error."""
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises ValueError if it can't be read."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError("it isn't a regular file")  # opening a FIFO would wait for a writer
+            raise ValueError("it isn't a regular file")  # Opening a FIFO would wait for a writer.
         return parsed_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as JSON: {error}") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The same, of a file that holds a JSON object."""
+    """The content of a JSON file that contains an object. Raises ValueError for other content or if it can't be read."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, but must hold a JSON object. Restore the file.")
@@ -42,7 +42,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parsed_json(text: str) -> Any:
-    """Raises ValueError for a text that isn't valid JSON, is nested too deeply, or has an entry twice in one object."""
+    """The value of a JSON text.
+
+    Raises ValueError if the text isn't valid JSON, is nested too deeply, or has an object with a repeated entry.
+    """
 
     def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -61,9 +64,10 @@ def parsed_json(text: str) -> Any:
 
 
 def check_there(path: str | os.PathLike[str]) -> None:
-    """Raises FileNotFoundError for a directory that doesn't exist, and ValueError for one with files that can't be read.
+    """Raises FileNotFoundError for a missing directory, and ValueError for a path that can't be read.
 
-    The id of a model on the Hub passes.
+    A path can be read if it is a regular file, or a directory of regular files and directories. IDs of models on the Hub are
+    accepted.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -89,12 +93,12 @@ def _is_id(name: str) -> bool:
 
 
 def read_config(path: str | os.PathLike[str], **source: Any) -> dict[str, Any]:
-    """The config.json of a saved model; empty if it has none.
+    """The config.json of a saved model. Empty if it has none.
 
-    source: arguments of `from_pretrained` that say where it is read from.
+    source: arguments of `from_pretrained` that specify where it is read from.
 
-    Raises FileNotFoundError for a directory that doesn't exist, OSError for a model that can't be fetched, and ValueError
-    for a config that can't be read.
+    Raises FileNotFoundError for a missing directory, OSError for a model that can't be fetched, and ValueError for a config
+    that can't be read.
     """
     check_there(path)
     with explained(f"The {CONFIG_NAME} of {path}", every_error=True):
@@ -117,22 +121,22 @@ def read_config(path: str | os.PathLike[str], **source: Any) -> dict[str, Any]:
 
 
 def load_config(path: str | os.PathLike[str], **source: Any) -> PreTrainedConfig:
-    """The config of a saved model, as AutoConfig has it. Raises the errors of `read_config`."""
+    """The config of a saved model, as loaded by AutoConfig. Raises the errors of `read_config`."""
     read_config(path, **source)
     with explained(f"The {CONFIG_NAME} of {path}"):
         return AutoConfig.from_pretrained(path, **source)
 
 
 def check_sentence_modules(model: str) -> None:
-    """Raises ValueError for a model of sentence-transformers that names classes from outside that package.
+    """Raises ValueError for a sentence-transformers model that names classes from outside this package.
 
-    Importing them runs code of the model's author. Before version 6, sentence-transformers imports them without
+    Importing them runs code from the model's author. sentence-transformers before version 6 imports them without
     `trust_remote_code`.
     """
     quoted = read_json(Path(str(cached_file(model, "modules.json"))))
     modules = [module for module in quoted if isinstance(module, dict)] if isinstance(quoted, list) else []
     named = [(str(module.get("path", "")), module.get("type")) for module in modules]
-    for folder, kind in named:  # which grows: routers have modules of their own, also routers
+    for folder, kind in named:  # The list grows, because routers contain modules and other routers.
         if not str(kind).startswith("sentence_transformers."):
             raise ValueError(
                 f"{model} has a module of class {kind!r:.80}, which isn't part of sentence-transformers, so it was not loaded. "
@@ -141,7 +145,7 @@ def check_sentence_modules(model: str) -> None:
             )
         for file in ("router_config.json", CONFIG_NAME):
             name = f"{folder}/{file}".lstrip("/")
-            if len(named) > MAX_MODULES:  # a router that names itself
+            if len(named) > MAX_MODULES:  # A router may contain itself.
                 raise ValueError(f"{model} lists more than {MAX_MODULES} modules of sentence-transformers. Restore the files.")
             if has_file(model, name):
                 types = read_json_object(Path(str(cached_file(model, name)))).get("types")
@@ -150,10 +154,10 @@ def check_sentence_modules(model: str) -> None:
 
 @contextlib.contextmanager
 def explained(what: str, every_error: bool = False) -> Iterator[None]:
-    """Raises a ValueError that names `what` for whatever a library raises when it reads damaged files.
+    """Replaces the exceptions that a library raises for damaged files with a ValueError that names `what`.
 
-    OSError, ImportError and errors of the Hub pass. So does ValueError, which is for people, without `every_error`; errors of
-    JSON and of Unicode don't, which name no file.
+    OSError, ImportError, and errors of the Hub are raised unchanged. ValueErrors also are, unless every_error is True, because
+    their messages are meant for users. Errors of JSON and Unicode are always replaced, because they name no file.
     """
     try:
         yield
@@ -168,7 +172,7 @@ def explained(what: str, every_error: bool = False) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, (UnpicklingError, EOFError)):  # torch's own words recommend to run what is in the file
+    if isinstance(error, (UnpicklingError, EOFError)):  # torch's message recommends running code from the file.
         return "a file is damaged, or holds something other than tensors. Save the model again, as safetensors."
     words = " ".join(str(error).split())[:LONGEST_ERROR]
     return words if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {words}"

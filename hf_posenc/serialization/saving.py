@@ -1,4 +1,4 @@
-"""The files that are saved with a config: the code that its model needs."""
+"""The files saved with a config: the code that its model needs."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,7 @@ from hf_posenc.serialization.user_code import is_ours
 
 
 def config_files(config: Any) -> dict[str, str]:
-    """Name -> source of the code that is saved with a config, which gets an `auto_map` to it. Warns where it can't be saved."""
+    """Name -> source of the code saved with a config. Sets the config's `auto_map`. Warns if the code can't be saved."""
     files = {}
     if config.position_encoding is not None and (why := config._not_saved()):
         files, config.auto_map = remote_code.without_code(why), {"AutoConfig": f"{ENTRY}.{type(config).__name__}"}

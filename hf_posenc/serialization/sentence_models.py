@@ -1,4 +1,4 @@
-"""Models of sentence-transformers in directories and on the Hub."""
+"""Loads sentence-transformers models from directories and from the Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from hf_posenc.serialization.tokenizer_files import check_tokenizer
 
 ABOUT, MODULES = "config_sentence_transformers.json", "modules.json"
 CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
-"""Values of `model_type` in ABOUT, which older directories don't have: classes of sentence-transformers."""
+"""Values of `model_type` in ABOUT: classes of sentence-transformers. Older directories have no `model_type`."""
 
 
 def load_sentence_model(name: str, classes: tuple[str, ...] = CLASSES, **options: Any) -> Any:
-    """The model of sentence-transformers with this name, on the CPU. None if it is a plain model of Transformers.
+    """The sentence-transformers model with this name, on the CPU. None if it is a plain Transformers model.
 
-    Raises ValueError for another class than `classes` and for damaged files, ImportError without sentence-transformers.
+    Raises ValueError for other classes than `classes` and for damaged files, and ImportError without sentence-transformers.
     """
     if not has_file(name, MODULES):
         return None

@@ -1,4 +1,4 @@
-"""The tokenizer saved with a model: the only place where one is loaded, and whether it fits the model and its texts."""
+"""Loads the tokenizer saved with a model, and checks that it fits the model and its inputs. No other module loads one."""
 
 import copy
 import logging
@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
-    # The only files of older models.
+    # Older models have only these files.
     *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model", "source.spm"),
 )
 INVENTED = {"▁", "."}
-"""Ordinary tokens of the tokenizers that Transformers makes without a vocabulary, besides the special tokens."""
+"""Ordinary tokens, besides the special ones, of the tokenizers that Transformers creates without a vocabulary."""
 UNKNOWN = 0.9
-"""Share of unknown tokens from which texts are rejected."""
+"""Minimum share of unknown tokens for which inputs are rejected."""
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
-    """The tokenizer of a model (a folder or a Hub id), or None if there are no files of one.
+    """The tokenizer of a model (a directory or a Hub ID), or None if it has no tokenizer files.
 
-    Raises ValueError for files that can't be loaded or that have no vocabulary. Transformers makes a tokenizer without
-    a vocabulary instead, whose every token is unknown.
+    Raises ValueError for files that can't be loaded or have no vocabulary. Without a vocabulary, Transformers would create a
+    tokenizer for which every token is unknown.
     """
     check_there(name)
     if gguf_file is None and not any(has_file(name, file) for file in TOKENIZER_FILES):
@@ -39,17 +39,17 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
     except (OSError, ImportError):
         raise
-    except Exception as error:  # `tokenizers` raises Exception itself
+    except Exception as error:  # `tokenizers` raises Exception, not a subclass.
         raise ValueError(f"{name} has a tokenizer that can't be loaded: {error}") from error
     check_tokenizer(tokenizer, name)
     return tokenizer
 
 
 def copied(tokenizer: Any) -> Any:
-    """A copy of a tokenizer or a processor to save with another model, without references to code elsewhere; None for None.
+    """A copy of a tokenizer or processor to save with another model, without references to code elsewhere. None for None.
 
-    With `trust_remote_code=True`, code that an `auto_map` names would run. A class that isn't Transformers' own names its code
-    when it is saved.
+    With `trust_remote_code=True`, code that an `auto_map` names would run. Saving a class that isn't part of Transformers
+    writes such a reference.
     """
     twin = copy.deepcopy(tokenizer)
     for part in (twin, *(getattr(twin, name, None) for name in getattr(type(twin), "get_attributes", list)())):
@@ -58,7 +58,10 @@ def copied(tokenizer: Any) -> Any:
 
 
 def drop_foreign_code(saved: Any, what: str) -> None:
-    """Remove the `auto_map` of an object that is saved as a config: a tokenizer, a part of a processor, a model's config."""
+    """Remove the `auto_map` of a tokenizer, a part of a processor, or a model's config. Logs a warning if it names code.
+
+    what: the object's name in the warning.
+    """
     dropped: dict[str, None] = {}
     for place in (getattr(saved, "__dict__", {}), getattr(saved, "init_kwargs", None) or {}):
         for name in ("auto_map", "_auto_map"):
@@ -81,7 +84,7 @@ def _references(auto_map: Any) -> list[str]:
 
 
 def required_tokenizer(name: str, gguf_file: str | None = None) -> Any:
-    """The same. Raises ValueError also if there are no files."""
+    """The tokenizer of a model. Raises ValueError if it has no tokenizer files, and in the cases of `load_tokenizer`."""
     tokenizer = load_tokenizer(name, gguf_file)
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer. {_remedy(name)}")
@@ -89,7 +92,7 @@ def required_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def check_tokenizer(tokenizer: Any, name: str) -> None:
-    """Raises ValueError for a tokenizer of Transformers that has only special tokens."""
+    """Raises ValueError for a Transformers tokenizer that has only special tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
     special = {*tokenizer.all_special_tokens}
@@ -102,9 +105,9 @@ def _remedy(name: str) -> str:
 
 
 def check_ids(ids: Tensor, embedding: Any, where: str) -> None:
-    """Raises ValueError for ids that a model's `embedding` of tokens doesn't have. (A GPU would end the process.)
+    """Raises ValueError for IDs that are outside a model's token `embedding`. (On a GPU, they would end the process.)
 
-    where: what the ids are of, for the message.
+    where: the source of the IDs, for the message.
     """
     vocabulary = len(embedding.weight)
     if ids.numel() and (ids.min() < 0 or ids.max() >= vocabulary):
@@ -115,9 +118,10 @@ def check_ids(ids: Tensor, embedding: Any, where: str) -> None:
 
 
 def check_known(tokenizer: Any, rows: Iterable[Any]) -> None:
-    """Raises ValueError if nearly all tokens of the texts are unknown to their tokenizer.
+    """Raises ValueError if nearly all tokens of the inputs are unknown to the tokenizer.
 
-    tokenizer: a tokenizer, or a method of one. rows: the input_ids of the texts, as tensors or lists.
+    tokenizer: a tokenizer, or a method of one.
+    rows: the input_ids of the inputs, as tensors or lists.
     """
     tokenizer = getattr(tokenizer, "__self__", tokenizer)
     unknown = getattr(tokenizer, "unk_token_id", None)

@@ -1,7 +1,7 @@
-"""The files of a user's own encodings, whole, for the flat folder of a checkpoint.
+"""Copies the complete files of custom encodings to the flat directory of a checkpoint.
 
-They differ from the originals in their imports alone: those of this package and of neighbours (`from .helpers import f`)
-name the copies beside them.
+The copies differ from the originals only in their imports. Imports of hf-posenc and of neighboring files
+(`from .helpers import f`) name the copies in the same directory.
 """
 
 import ast
@@ -15,39 +15,42 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # of a copy, the folder that it is in
+PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # in a copy: its directory
 ENCODINGS = f"{PACKAGE}.encodings"
 PACKAGE_COPY = "posenc_package"
-"""The name of what stands for the package itself."""
+"""The name of the module that replaces the package itself."""
 
 
 _PARSING = threading.Lock()
 
 
 def parsed(source: str) -> ast.Module:
-    """`ast.parse`, by one thread at a time: CPython 3.11 raises SystemError where two build trees (its issue 106905)."""
+    """`ast.parse`, in one thread at a time.
+
+    CPython 3.11 raises SystemError if two threads build trees (its issue 106905).
+    """
     with _PARSING:
         return ast.parse(source)
 
 
 def is_ours(module: str) -> bool:
-    """Whether a module belongs to this package, rather than to the user or another package."""
+    """Whether a module belongs to hf-posenc, not to the user or another package."""
     return module == PACKAGE or module.startswith(f"{PACKAGE}.")
 
 
 def flat(module: str) -> str:
-    """The name of the copy of one of our modules, or of what stands for one of our packages."""
+    """The name of the copy of an hf-posenc module, or of the module that replaces an hf-posenc package."""
     _, *path = module.split(".")
     return "_".join(["posenc", *(name.strip("_") for name in path)]) if path else PACKAGE_COPY
 
 
 class UserCode:
-    """The files that define a user's encodings, with the neighbours they import.
+    """The files that define custom encodings, with the neighboring files that they import.
 
-    texts: name of a copy -> its source, packages before their modules.
-    paths: name of a copy -> the original.
-    modules: name of a copy -> the name it was imported by.
-    ours: the modules and packages of ours that they import.
+    texts: name of a copy -> its source. Packages come before their modules.
+    paths: name of a copy -> path of the original.
+    modules: name of a copy -> module name of the original.
+    ours: the hf-posenc modules and packages that they import.
     """
 
     def __init__(self) -> None:
@@ -57,8 +60,8 @@ class UserCode:
         self.ours: set[str] = set()
 
     def add_class(self, cls: type) -> None:
-        """Adds the file of a class. Raises ValueError if there is none, or if it can't be copied."""
-        started = cls.__module__ in ("__main__", "__mp_main__")  # the second where multiprocessing starts the script again
+        """Adds the file that defines a class. Raises ValueError if there is no file or it can't be copied."""
+        started = cls.__module__ in ("__main__", "__mp_main__")  # multiprocessing uses the second
         path = None if started else _file(cls.__module__)
         if path is None:
             place = "a notebook or a script that was started" if started else "no file"
@@ -85,7 +88,7 @@ class UserCode:
             with tokenize.open(path) as file:
                 source = file.read()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in its strings; Python gave them when it was imported
+                warnings.simplefilter("ignore")  # Python showed them when the file was imported.
                 tree = parsed(source)
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"{path} can't be saved with the model, because it can't be read: {error}.") from error
@@ -115,7 +118,7 @@ class UserCode:
         return "\n".join([_in_utf8(head), *map(_in_utf8, rest[:1]), *rest[1:]])
 
     def _import(self, module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
-        """The statements that replace an import in the copy; none where it stays as it is."""
+        """The statements that replace an import in the copy. Empty if it doesn't change."""
         if isinstance(node, ast.Import):
             ours = any(is_ours(alias.name) for alias in node.names)
             return [self._import_module(alias) for alias in node.names] if ours else []
@@ -134,7 +137,7 @@ class UserCode:
             else:
                 copy = self._add(f"{source}.{alias.name}", found)
                 modules.append(f"from . import {copy} as {alias.asname or alias.name}")
-        if names and path is None:  # an import that fails in the original, too
+        if names and path is None:  # This import also fails in the original.
             return []
         return ([_from(self._add(source, path), names)] if names and path else []) + modules
 
@@ -147,14 +150,14 @@ class UserCode:
         )
 
     def _ours(self, module: str) -> str:
-        """The copy that a module of ours is imported from: what isn't of encodings/ is asked of the whole package's."""
+        """The copy from which an hf-posenc module is imported. Outside encodings/, it is that of the whole package."""
         if module != ENCODINGS and not (module.startswith(f"{ENCODINGS}.") and _file(module)):
             module = PACKAGE
         self.ours.add(module)
         return flat(module)
 
     def _add_attributes(self, tree: ast.AST) -> None:
-        """Adds our modules that a file reaches as attributes of our packages: hf_posenc.encodings.alibi."""
+        """Adds hf-posenc modules that a file accesses as attributes of packages, such as hf_posenc.encodings.alibi."""
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.alias):
@@ -164,14 +167,14 @@ class UserCode:
 
 
 def _edited(module: str, source: str) -> str | None:
-    """The name of a function of a module, or of its classes, that isn't in its file as it is now."""
+    """The name of a function or method of a module that isn't in the current version of its file, or None."""
     loaded = sys.modules.get(module)
     if loaded is None or type(getattr(loaded, "__loader__", None)) is not SourceFileLoader:
-        return None  # others rewrite functions
+        return None  # Other loaders rewrite functions.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         codes = [compile(source, "", "exec", dont_inherit=True)]
-    for each in codes:  # which grows
+    for each in codes:  # The list grows.
         codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
     classes = [value for value in vars(loaded).values() if isinstance(value, type) and value.__module__ == module]
     for name, value in (item for holder in (loaded, *classes) for item in vars(holder).items()):
@@ -182,7 +185,7 @@ def _edited(module: str, source: str) -> str | None:
 
 
 def _is_own(top: str) -> bool:
-    """Whether a top-level module is a file of the user's: neither a part of Python nor of an installed package."""
+    """Whether a top-level module is a user's file, not part of Python or an installed package."""
     if top in (*sys.stdlib_module_names, "torch", "transformers"):
         return False
     try:
@@ -198,14 +201,14 @@ def _from(name: str, names: list[ast.alias]) -> str:
 
 
 def _is_module(package: str, name: str) -> bool:
-    """Whether `from package import name` gives a module of the package, not a name that the package defines."""
+    """Whether `from package import name` imports a module of the package, not a name that the package defines."""
     full = f"{package}.{name}"
     value = getattr(sys.modules.get(package), name, None)
     return _file(full) is not None if value is None else value is sys.modules.get(full)
 
 
 def _file(module: str) -> Path | None:
-    """The Python file of a module, which need not be imported."""
+    """The Python file of a module, which may not be imported yet. None if it has none."""
     try:
         found = sys.modules.get(module) or importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):
@@ -215,5 +218,5 @@ def _file(module: str) -> Path | None:
 
 
 def _in_utf8(line: str) -> str:
-    """One of a file's first two lines; an encoding that it declares is no longer its own."""
+    """One of a file's first two lines, with a declared encoding replaced by utf-8, the encoding of the copy."""
     return re.sub(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+", r"\1utf-8", line)
