@@ -1,10 +1,10 @@
-"""Derived classes, the installation of an encoding, and the positions of one forward pass."""
+"""Creates derived classes, installs encodings, and computes the positions of a forward pass."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`PosEnc<Class>`, as pickles of version 0.1 name it."""
+    """Return `PosEnc<Class>`. Pickles of version 0.1 refer to it in this module."""
     if not name.startswith("PosEnc"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hf_posenc.modeling import derived

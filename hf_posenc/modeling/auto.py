@@ -1,4 +1,7 @@
-"""The names of all derived classes, told to Transformers' Auto classes. A checkpoint names its own classes in `auto_map`."""
+"""Registers the names of all derived classes with the Auto classes of Transformers.
+
+A checkpoint lists its own classes in `auto_map`.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from hf_posenc.modeling.derived import PREFIX, TYPE_PREFIX, derive, prefixed
 
 
 def register_auto_classes() -> None:
-    """Tell the Auto classes the names of all derived classes. Builds and imports none of them."""
+    """Register the names of all derived classes with the Auto classes. No class is built or imported."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     configs = configuration_auto.CONFIG_MAPPING_NAMES
@@ -25,7 +28,7 @@ def register_auto_classes() -> None:
 
 
 class Registered(dict):
-    """What users have registered with an Auto class, and the derived classes of these, made when they are asked for."""
+    """Classes that users have registered with an Auto class, and their derived classes, which are created on access."""
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key) or super().__contains__(_host_of(key))
@@ -35,5 +38,5 @@ class Registered(dict):
 
 
 def _host_of(key: Any) -> Any:
-    """What a user has registered, a model type or a config class, of which this is derived."""
+    """The original model type or config class of a derived one. Other keys are returned unchanged."""
     return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "original_class", key)

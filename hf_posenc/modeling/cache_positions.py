@@ -1,8 +1,9 @@
-"""The positions of cached keys, remembered with the cache.
+"""Stores the positions of cached keys with the cache.
 
-The keys of a right-padded prompt, behind a prefix or from position_ids that jump don't lie at 0, 1, 2, …, and no later call
-says where they do. So their positions are kept in the cache's first layer, where all that changes the cache (beam search,
-cropping, selecting rows) changes them, too. A cache whose keys do lie at 0, 1, 2, … stays as it is.
+Keys don't have the positions 0, 1, 2, … if the prompt is right-padded, follows a prefix, or has position_ids with gaps. No
+later call passes these positions again. They are therefore stored in the cache's first layer, and every operation that changes
+the cache (beam search, cropping, selecting rows) also changes them. A cache whose keys have the positions 0, 1, 2, … doesn't
+change.
 
 Shapes: B batch, K cached keys.
 """
@@ -20,8 +21,10 @@ from hf_posenc.encodings import PositionContext
 
 PREFIX, POSITIONS = "Remembering", "key_positions"
 KEYS = "keys_of_key_positions"
-"""The attribute of a layer filled by a compiled model, whose class can't change there: its keys. With others in their place
-the cache was changed since, and the attention mask has to tell their positions."""
+"""The attribute with the keys of a layer that a compiled model filled, because that model can't change the layer's class.
+
+If the layer has other keys later, the cache was changed in between. Their positions then come from the attention mask.
+"""
 CHANGES: dict[str, Callable[..., Tensor | None]] = {
     "crop": lambda positions, count: positions[:, : -abs(count)] if count else positions,
     "reorder_cache": lambda positions, rows: positions.index_select(0, rows.to(positions.device)),
@@ -29,11 +32,11 @@ CHANGES: dict[str, Callable[..., Tensor | None]] = {
     "batch_select_indices": lambda positions, rows: positions[rows],
     "reset": lambda positions: None,
 }
-"""Method of a cache's layer -> what it does to the positions `[B, K]`."""
+"""Method of a cache's layer -> its effect on the positions `[B, K]`."""
 
 
 def __getattr__(name: str) -> Any:
-    """`Remembering<Layer>` for Transformers' own classes of layers, by which a cache is pickled."""
+    """Return `Remembering<Layer>` for a layer class of Transformers. Pickles of caches refer to these classes by name."""
     base = getattr(cache_utils, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -44,13 +47,13 @@ _CLASSES: dict[type, type] = {}
 
 
 def _remembering(base: type) -> type:
-    """A subclass of a layer's class whose methods change the positions, too; such a class itself."""
+    """A subclass of a layer class whose methods also change the positions. Such a subclass is returned unchanged."""
     if base in _CLASSES.values():
         return base
     if base not in _CLASSES:
         there = {method: change for method, change in CHANGES.items() if hasattr(base, method)}
         body: dict[str, Any] = {method: _followed(getattr(base, method), change) for method, change in there.items()}
-        # Without _layer_type, by which a subclass would be registered as the layer of its kind.
+        # With a _layer_type, Transformers would register the subclass as the layer class of that type.
         body |= {"__module__": __name__, "_layer_type": None}
         _CLASSES[base] = type(PREFIX + base.__name__, (base,), body)
         if getattr(cache_utils, base.__name__, None) is base:
@@ -69,15 +72,18 @@ def _followed(method: Callable[..., None], change: Callable[..., Tensor | None])
 
 
 def static_capacity(cache: Cache | None) -> int | None:
-    """How many keys a static cache has room for. None for one that grows."""
+    """The number of keys that a static cache has room for. None for a cache that grows."""
     layer = None if cache is None else _first_layer(cache)
-    # A static layer with a window gives out as many keys as it has got, until it is full.
+    # A static layer with a sliding window returns only the keys that it has received, until it is full.
     return layer.max_cache_len if isinstance(layer, StaticLayer) and not layer.is_sliding else None
 
 
 def check_cache_length(cache: Cache | None, past: int | Tensor) -> None:
-    """Raises ValueError for a cache that counts no tokens while a layer of it holds keys: its first layer isn't an attention's,
-    and neither the host nor this package would know where new tokens go on (MiniMax, with linear attention in its first)."""
+    """Raises ValueError if a cache counts no tokens while one of its layers holds keys.
+
+    Its first layer then isn't an attention layer (MiniMax's uses linear attention). Neither the original model nor hf-posenc
+    would know where new tokens continue.
+    """
     if cache is None or isinstance(past, Tensor) or past != 0 or isinstance(cache, EncoderDecoderCache):
         return
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
@@ -89,9 +95,9 @@ def check_cache_length(cache: Cache | None, past: int | Tensor) -> None:
 
 
 def load_positions(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
-    """The positions of a cache's keys, `[B, K]` (K of a static cache: its whole length), or None if it remembers none.
+    """The positions of a cache's keys, `[B, K]`, or None if it stores none. For a static cache, K is its whole length.
 
-    Raises ValueError if there are not as many as keys.
+    Raises ValueError if the number of positions differs from the number of keys.
     """
     layer = _first_layer(cache)
     positions = getattr(layer, POSITIONS, None)
@@ -109,14 +115,14 @@ def load_positions(cache: Cache, batch: int, past: int | Tensor) -> Tensor | Non
 
 
 def store_positions(cache: Cache, batch: int, context: PositionContext) -> None:
-    """Keep the positions of all keys with a cache that a forward pass has filled, unless they are 0, 1, 2, …"""
+    """Store the positions of all keys with the cache that a forward pass has filled, unless they are 0, 1, 2, …"""
     layer, keys = _first_layer(cache), context.keys
     if layer is None:
         return
     if keys is None:
         if getattr(layer, POSITIONS, None) is None and (torch.compiler.is_compiling() or not context.start.any()):
             return
-        # Padding behind a row's last token has the position of that token, as it has where a mask is counted.
+        # Padding after a row's last token has the position of that token, as in positions counted from a mask.
         keys = torch.minimum(context.key_positions(cache.get_seq_length()), context.positions[:, -1:])
     setattr(layer, POSITIONS, keys.expand(batch, -1))
     if not torch.compiler.is_compiling():
@@ -127,7 +133,7 @@ def store_positions(cache: Cache, batch: int, context: PositionContext) -> None:
 
 
 def holds_keys(cache: Cache) -> list[bool]:
-    """By layer, whether a cache holds keys of it: not of one that reuses another's, nor of linear attention."""
+    """Whether a cache holds keys of each layer. It holds none of linear attention or of a layer that reuses another's keys."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     return [isinstance(layer, CacheLayerMixin) for layer in cache.layers]

@@ -1,7 +1,7 @@
-"""Derived config and model classes, made when they are first asked for.
+"""Derived config and model classes, which are created on first access.
 
-`PosEnc<HostClass>` is a subclass of the host's class which puts a position encoding into every stack in it. The module's
-`__getattr__` makes these classes by name; the Auto classes know the names only.
+`PosEnc<OriginalClass>` is a subclass of the original class that installs a position encoding in each of its stacks. The
+module's `__getattr__` creates these classes by name. The Auto classes know only the names.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
-    """Adds `position_encoding`, checked and canonical, to a host's config class."""
+    """Adds `position_encoding`, validated and in canonical form, to an original config class."""
 
     if TYPE_CHECKING:
         position_encoding: Any
@@ -52,11 +52,11 @@ class PosEncConfigMixin(EncodingConfigMixin):
 
     @property
     def position_spec(self) -> specs.PositionSpec:
-        """`position_encoding`, parsed."""
+        """The parsed `position_encoding`."""
         return specs.read(self)
 
     def check_size(self) -> None:
-        """Raises ValueError for a host whose own positions would take memory beyond all bounds, patched or not."""
+        """Raises ValueError if the original positions are invalid or would take excessive memory, patched or not."""
         for kind in PositionComponent.kinds:
             kind.check_config(self)
 
@@ -66,7 +66,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
         if written.get(specs.PLAN) is None:
             written.pop(specs.PLAN, None)
         if self.position_encoding is not None and self.position_spec.submodel is not None:
-            # The submodel's config is written as the host has it: `position_encoding` of this one says the rest.
+            # The submodel's config is saved in its original form. `position_encoding` of this config has the rest.
             stock = copy.deepcopy(self)
             specs.make_stock(stock)
             written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
@@ -83,7 +83,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
         from hf_posenc.modeling.parameter_sharing import build_on_meta, stock_config
 
         name, spec = auto_classes(self.model_type).get("AutoModel", ""), self.position_spec
-        with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
+        with contextlib.suppress(ValueError, AttributeError):  # no model can be built from this config
             host = getattr(sys.modules[__name__], name).original_class
             model = build_on_meta(host, stock_config(self, host))
             inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
@@ -104,7 +104,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
 
 
 class OriginalState(nn.Module):
-    """The host's own learned positions, kept as buffers under their original keys, for `unpatch`."""
+    """The original learned positions, stored as buffers under their original keys for `unpatch`."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -119,23 +119,23 @@ class OriginalState(nn.Module):
             module.register_buffer(name, torch.empty(shape))
 
     def reset_parameters(self) -> None:
-        """BERT's own initialisation: a model made from scratch has no trained positions to keep."""
+        """Initialize the positions like BERT, because a model created from scratch has no trained positions to keep."""
         for table in self.buffers():
             nn.init.normal_(table, std=0.02)
 
 
 class PosEncModelMixin(EncodingModelMixin):
-    """Puts an encoding into each stack of a host's class when it is built."""
+    """Installs an encoding in each stack of an original class when a model is built."""
 
     original_class: type[PreTrainedModel]
     _token_stack: tuple[Any, ...] = ()
-    """The stack that reads the tokens of this model, around it. In a tuple, so that it is no child of this one."""
+    """The stack within this model that reads its tokens. The tuple keeps it from becoming a child module."""
     initialized_whole = (PositionEncoding, OriginalState, offsets.MeanOffset)
     config: Any
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, PosEncConfigMixin) and config.sub_configs:
-            # The configs within become derived ones in this model, and may be of another, with another encoding.
+            # This model changes the sub-configs into derived ones. They may come from a model with another encoding.
             config = copy.deepcopy(config)
             specs.make_parts_stock(config)
         super().__init__(config, *args, **kwargs)
@@ -144,12 +144,12 @@ class PosEncModelMixin(EncodingModelMixin):
         if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
-        # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
+        # The encoding precedes the original post_init, which initializes, ties, and counts all parameters.
         self._install_encoding()
         super().post_init()
 
     def _install_encoding(self) -> None:
-        """Put the encoding into all stacks of this model, which its host's code has built with stock models within it."""
+        """Install the encoding in all stacks of this model, which its original code has built from original submodels."""
         if self.config.position_encoding is None:
             raise ValueError(
                 f"{type(self).__name__} needs config.position_encoding, a name or a dict. "
@@ -161,14 +161,14 @@ class PosEncModelMixin(EncodingModelMixin):
         within = {id(module) for module in inner.modules()}
         models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
-            # Models around the submodel are derived ones as far as they have this one's config, as the base model has.
+            # A model around the submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
             if ours and any(id(part) in stacks for part in module.modules()):
                 if id(module) in within and module is not self:
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
                 module.__class__ = derive(type(module))
-                _compat.record_outputs(module)  # by class: what its __init__ has said of the host's
+                _compat.record_outputs(module)  # by class: __init__ registered the original class
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
                 module._token_stack = () if id(module) in stacks else _token_stack_of(module, stacks.values())
@@ -177,10 +177,12 @@ class PosEncModelMixin(EncodingModelMixin):
         self._check_attention()
 
     def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
-        """By the plan of the config, or found, if it has none: it gets one when it is saved.
+        """The stacks by path, as described by the config's plan. If the config has no plan, they are detected.
 
-        A plan may not fit because it was made with another version of Transformers, which has other modules: without the
-        package, that is an error; with it, they are found again.
+        A config without a plan gets one when it is saved. A plan may not fit because it was made with another version of
+        Transformers, whose modules differ. With hf-posenc, they are detected again.
+
+        Raises ValueError if a plan doesn't fit and hf-posenc is missing, or if the config records no other version.
         """
         if plans := specs.plans_of(self.config):
             try:
@@ -213,9 +215,9 @@ class PosEncModelMixin(EncodingModelMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a patched checkpoint, or an original one with `position_encoding=…`, which is the same as `patch` after loading.
 
-        The encoding can also be in a derived `config`.
+        A derived `config` can also contain the encoding.
         """
-        if IS_COPY:  # of a checkpoint, for which alone the class is
+        if IS_COPY:  # this class was saved with a checkpoint, and loads only that one
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         from hf_posenc.modeling import loading
 
@@ -254,8 +256,11 @@ class PosEncModelMixin(EncodingModelMixin):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, that rotate
-        all keys at every step, or that widen them."""
+        """Initialize continuous batching, as Transformers does.
+
+        Raises ValueError for encodings that add a bias, because a paged cache doesn't indicate distances. It also raises for
+        encodings that rotate all keys at every step, or that widen them.
+        """
         every = self.config.position_spec.all_encodings
         if reason := dispatch.continuous_batching_error(
             (part for spec in every for part in spec.parts.values()),
@@ -265,19 +270,20 @@ class PosEncModelMixin(EncodingModelMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
-        """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
+        """The position IDs that `generate` creates by default, counted as the original model counts them (RoBERTa: from 2)."""
         if self.config.position_spec.submodel is not None and not self._token_stack:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         stack: Any = next(filter(structure.is_patched, self.modules()))
-        # Not the host's own, which may make places in images of them.
+        # The original model's method isn't called, because it may turn them into positions in images.
         ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
         return ids + stack.posenc_state.inputs.offset
 
     def create_masks_for_generate(self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, **kwargs: Any) -> Any:
-        """As of the host. Where its forward takes no position_ids (T5, BART), the 2-D mask, as long as the static cache.
+        """Create masks as the original model does.
 
-        A 4-D mask, which `generate` makes for static caches, doesn't distinguish padding from tokens hidden for another reason,
-        so the positions of a padded target would count the padding.
+        If its forward takes no position_ids (T5, BART), return the 2-D mask, padded to the length of the static cache. The 4-D
+        mask that `generate` creates for static caches doesn't distinguish padding from tokens hidden for another reason. The
+        positions of a padded target would therefore count the padding.
         """
         if attention_mask is not None and attention_mask.ndim == 2 and kwargs.get("position_ids") is None:
             cache = next(value for value in kwargs.values() if isinstance(value, Cache))
@@ -286,15 +292,17 @@ class PosEncModelMixin(EncodingModelMixin):
         return make(config, inputs_embeds, attention_mask, **kwargs)
 
     def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the host, by its model type: Transformers puts `decoder_start_token_id` before the prompts of every model but
-        Whisper and Donut."""
+        """Prepare the IDs as for the original model type.
+
+        Transformers prepends `decoder_start_token_id` to the prompts of every model except Whisper and Donut.
+        """
         config, twin = copy.copy(self.config), copy.copy(self)
         vars(config)["model_type"] = self.original_class.config_class.model_type  # type: ignore[attr-defined]
         twin.config = config
         return super(PosEncModelMixin, twin)._prepare_decoder_input_ids_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Raises ValueError: the host's table, which this would make anew, isn't used."""
+        """Raises ValueError, because the original position embeddings, which this method would recreate, aren't used."""
         raise ValueError(
             f"{type(self).__name__} has the {self.config.position_spec.type!r} encoding instead of position embeddings. Call "
             f"hf_posenc.extend(model, max_length={new_num_position_embeddings}), or resize the original model and then patch "
@@ -303,13 +311,13 @@ class PosEncModelMixin(EncodingModelMixin):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        # Of custom code, modules without tensors of their own are passed over on loading, some of which fill those of others
-        # that aren't saved (FalconH1). Encodings are initialised by `_initialize_weights` of ours, which looks at each tensor.
+        # For custom code, Transformers skips modules without tensors on loading. Some of these fill unsaved tensors of other
+        # modules (FalconH1). Our `_initialize_weights` initializes encodings, and checks each tensor.
         return cls.original_class.is_custom_code()
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # Judged by the source of the host's module, which this class is not in.
+        # Transformers checks the source of the original class's module, which doesn't contain this class.
         return cls.original_class._can_set_attn_implementation()
 
     @classmethod
@@ -318,8 +326,10 @@ class PosEncModelMixin(EncodingModelMixin):
 
 
 def __getattr__(name: str) -> Any:
-    """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute; or for a
-    class of a user's that is imported."""
+    """Return `PosEnc<OriginalClass>` for a config or model class of Transformers, or for an imported custom class.
+
+    A class derived from one of Transformers is created once and is then an ordinary attribute.
+    """
     if name in ("PositionEmbedding", "PositionEmbeddingConfig"):  # the Auto classes look them up here
         from hf_posenc.modeling import embedding
 
@@ -347,9 +357,9 @@ def __getattr__(name: str) -> Any:
 
 
 def derive(host: Any) -> Any:
-    """The derived class of a host's config or model class, published here under its name so that it can be pickled.
+    """The derived class of an original config or model class. It is an attribute of this module, so that it can be pickled.
 
-    A derived class is its own.
+    A derived class is returned unchanged.
     """
     if issubclass(host, (PosEncConfigMixin, PosEncModelMixin)):
         return host
@@ -390,11 +400,11 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
 
 
 DEFERRED_POST_INIT = "_posenc_postponed"
-"""The attribute of a model of a user's class that is being built: the calls of post_init that were deferred."""
+"""The attribute that lists the deferred calls of post_init while a model of a custom class is being built."""
 
 
 def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
-    """The `__init__` of a derived class, with the signature of its host's."""
+    """The `__init__` of a derived class, with the signature of the original one."""
 
     @functools.wraps(host.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -404,7 +414,7 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
 
 
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
-    """Put an encoding into one stack, with what calibration and `unpatch` need."""
+    """Install an encoding in one stack, with the modules that calibration and `unpatch` need."""
     own, across, geometry = acting_in(found, spec)
     if own is not None:
         install(found, own, geometry)
@@ -421,7 +431,7 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
 
 
 def _token_stack_of(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
-    """The stack, or none, which reads the tokens that a model made of several is given."""
+    """The stack that reads the input tokens of a composite model, in a tuple that is empty if there is none."""
     tokens = structure.tokens_of(model)
     if tokens is None or model.config.is_encoder_decoder:
         return ()
@@ -429,7 +439,10 @@ def _token_stack_of(model: Any, stacks: Iterable[structure.Structure]) -> tuple[
 
 
 def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
-    """The host's `forward`, which in a stack gets the positions. Not a hook: some tools call `model.forward` itself."""
+    """Wrap the original `forward`, so that it gets the positions in a stack.
+
+    This isn't a hook, because some tools call `model.forward` directly.
+    """
 
     names = list(signature(host.forward).parameters)[1:]
 
@@ -458,7 +471,7 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
 
 
 def auto_classes(model_type: str) -> dict[str, str]:
-    """Auto class -> the derived class it loads for a derived model type."""
+    """Auto class -> name of the derived class that it loads for a derived model type."""
     found: dict[str, Any] = {}
     for auto, names in _compat.auto_classes():
         name = names.get(model_type.removeprefix(TYPE_PREFIX))

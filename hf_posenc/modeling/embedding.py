@@ -25,7 +25,7 @@ from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMix
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
-    """Config of a `PositionEmbedding`: its arguments of the same names."""
+    """Config of a `PositionEmbedding`, whose fields are the arguments of that class."""
 
     model_type = "posenc-embedding"
     position_encoding: Any = None
@@ -62,8 +62,8 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         max_length: maximum length, which is the number of learned position embeddings. None: no limit.
         dropout: dropout probability, applied to the sum.
         batch_first: True for `[B, L, D]`, False for `[L, B, D]`, as in `torch.nn.Transformer`.
-        device, dtype: of the parameters.
-        **options: of the encoding.
+        device, dtype: device and dtype of the parameters.
+        **options: options of the encoding.
     """
 
     config_class = PositionEmbeddingConfig
@@ -105,7 +105,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             )
         self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
         self.dropout = nn.Dropout(config.dropout)
-        # Transformers neither saves a model without any tensor nor knows its dtype.
+        # Transformers can't save a model without tensors or determine its dtype.
         self.register_buffer("zero", torch.zeros(()))
         self.post_init()
         if device is not None or dtype is not None:
@@ -133,7 +133,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         attention_mask: Tensor | None = None,
         past_length: int = 0,
     ) -> Tensor:
-        """`[B, L, D] -> [B, L, D]`, in the dtype of `inputs_embeds` (sequence-first: `[L, B, D]`).
+        """Add the vectors: `[B, L, D] -> [B, L, D]`, in the dtype of `inputs_embeds` (sequence-first: `[L, B, D]`).
 
         Args:
             position_ids: `[L]` or `[B, L]`. They take precedence over the other arguments.
@@ -170,7 +170,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
 class TokenPositionEmbedding(nn.Module):
     """Maps token IDs to hidden states, `[B, L] -> [B, L, D]`, with a token embedding and a `PositionEmbedding`.
 
-    Args: those of `PositionEmbedding`, and `vocab_size` and `padding_idx` of `torch.nn.Embedding`.
+    It has the arguments of `PositionEmbedding`, and `vocab_size` and `padding_idx` of `torch.nn.Embedding`.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Whether an encoding can act in the stacks of a stock model: checked when it is patched, or made without a plan."""
+"""Checks whether an encoding can be applied to the stacks of an original model.
+
+The checks run when the model is patched, or built without a plan.
+"""
 
 import inspect
 import re
@@ -15,11 +18,11 @@ from hf_posenc.encodings import Geometry, build_within_limits
 from hf_posenc.modeling.install import Parts, acting_in, parts_by_attention, shared_parts, unlike_attentions
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
-"""In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
+"""Matches class names of modules that mix several streams of hidden states, so that a layer's input isn't `[B, L, D]`."""
 
 
 def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
-    """Raises UnsupportedModelError for an encoding that can't act where it should, ValueError for layers that don't exist."""
+    """Raises UnsupportedModelError if an encoding can't be applied as specified, and ValueError for nonexistent layers."""
     for structure in stacks:
         own, across, geometry = acting_in(structure, spec)
         if own is not None and own.windows is not None:
@@ -44,7 +47,7 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
 
 
 def refuse_unwindowed(model: nn.Module, reads_tokens: bool, is_causal: bool) -> None:
-    """Raises UnsupportedModelError for a model that can't read its inputs in windows."""
+    """Raises UnsupportedModelError for a model that can't process its inputs in windows."""
     if reads_tokens and not is_causal:
         return
     why = "has causal attention" if reads_tokens else "reads images or audio"
@@ -57,7 +60,7 @@ def refuse_unwindowed(model: nn.Module, reads_tokens: bool, is_causal: bool) -> 
 
 
 def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:
-    """Raises UnsupportedModelError for an encoding that would act in an attention in which none can."""
+    """Raises UnsupportedModelError if an encoding would apply to an attention that doesn't support it."""
     for path, module in attentions.items():
         acting = [part for part in parts[path] if {*spec.parts[part].mechanisms()} - {"embed"}]
         if acting and (why := custom.closed(module)):
@@ -86,7 +89,7 @@ def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], sp
 
 
 def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
-    """Raises UnsupportedModelError where attentions of several sizes would share weights that are made for one size."""
+    """Raises UnsupportedModelError if attentions of several sizes would share weights of one size."""
     shared = shared_parts(spec)
     for path in unlike_attentions(structure, spec, parts, geometry):
         its = replace(structure.geometry_of(structure.attentions[path], geometry.max_length), hidden_size=geometry.hidden_size)
@@ -101,7 +104,7 @@ def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geome
 
 
 def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
-    """Raises UnsupportedModelError where vectors can't be added to hidden states."""
+    """Raises UnsupportedModelError if vectors can't be added to the hidden states."""
     stack = structure.stack
     if spec.inject == "input" and any(component.accepts_embeddings for component in structure.components):
         return
@@ -121,7 +124,9 @@ def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
 
 
 def _scales_afterwards(module: nn.Module) -> bool:
-    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
-    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
+    """Whether the original eager function multiplies its output by a factor that isn't in the weights that it returns.
+
+    An attention sink has such a factor, computed from a sum of exponentials (Granite with sliding windows).
+    """
     code = getattr(inspect.unwrap(dispatch.host_function(module, "eager")), "__code__", None)
     return code is not None and "logsumexp" in code.co_names

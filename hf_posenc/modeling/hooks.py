@@ -1,4 +1,4 @@
-"""Vectors of an encoding that are added to hidden states, by hooks of a host's layers.
+"""Hooks of a model's layers that add the vectors of an encoding to hidden states.
 
 Shapes: B batch, L tokens, D hidden_size. Hooks are partials of plain functions, so that a patched model can be copied and
 pickled.
@@ -17,20 +17,20 @@ from hf_posenc.signatures import BoundCall, argument_names
 
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
-    """Add the vectors of these parts to the hidden state that enters a layer."""
+    """Register a hook that adds the vectors of these parts to the hidden states that enter a layer."""
     hook = partial(add_to_input, parts, argument_names(module), token_axis)
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
-    """Add the vectors of these parts to the output of an attention block."""
+    """Register a hook that adds the vectors of these parts to the output of an attention block."""
     module.register_forward_hook(partial(add_to_output, parts, token_axis), with_kwargs=True)
 
 
 def add_to_input(
     parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Pre-hook of a layer, whose first argument is the hidden state."""
+    """Pre-hook of a layer, whose first argument is the hidden states."""
     call = BoundCall(names, args, kwargs)
     hidden = call[names[0]]
     return call.changed(**{names[0]: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
@@ -39,7 +39,7 @@ def add_to_input(
 def add_to_output(
     parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Hook of an attention block or of embeddings, which give out the hidden state, alone or first of several."""
+    """Hook of an attention block or of embeddings, whose only or first output is the hidden states."""
     if isinstance(output, ModelOutput):
         name, hidden = next(iter(output.items()))
         return type(output)(**{**output, name: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
@@ -49,9 +49,11 @@ def add_to_output(
 
 
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-    """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained; of the shape of
-    the hidden state where that keeps its tokens by row and column, or has no batch; the same for each of several channels
-    before L. Zeros for extra tokens."""
+    """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
+
+    They are computed once per forward pass, unless they are trained. If the hidden states have a row and a column axis, or no
+    batch, the vectors get the same shape. If there are several channels before L, each gets the same vectors.
+    """
     if token_axis != 1:
         length = hidden.shape[token_axis]
     else:
@@ -75,7 +77,7 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
 
 
 def wrap_gradient_checkpointing(model: nn.Module) -> None:
-    """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
+    """Make gradient checkpointing use the positions of a forward pass also when it recomputes the layers."""
     for module in model.modules():
         checkpoint = vars(module).get(_compat.GRADIENT_CHECKPOINTING)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:

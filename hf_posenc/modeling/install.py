@@ -1,4 +1,7 @@
-"""Puts an encoding into a stack: silences the host's sources, gives each attention what acts in it, adds vectors."""
+"""Installs an encoding in a stack.
+
+The original positional components are disabled, each attention gets the parts that apply in it, and vectors are added.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -21,11 +24,11 @@ from hf_posenc.modeling.position_ids import PositionInputs, StackState
 from hf_posenc.signatures import BoundCall, argument_names
 
 Parts = Mapping[str, tuple[str, ...]]
-"""Path of an attention -> the parts of the encoding that act in it."""
+"""Path of an attention -> the parts of the encoding that apply in it."""
 
 
 def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | None, PositionSpec | None, Geometry]:
-    """What acts in a stack, and between it and another one; and the sizes for it."""
+    """The encoding within a stack, the one of its cross-attention (either can be None), and the sizes for them."""
     own = spec.encoding_for(structure.role) if spec.where else spec
     across = spec.encoding_for("cross") if structure.role == "decoder" else None
     if own is not None and structure.role == "decoder":
@@ -37,9 +40,9 @@ def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | 
 
 
 def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
-    """Build an encoding into a stack: as `posenc` of the stack and of its attentions.
+    """Build an encoding, and install it as `posenc` of a stack and of its attentions.
 
-    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
+    Raises UnsupportedModelError or ValueError. The stack is then unusable.
     """
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = parts_by_attention(structure, spec)
@@ -74,7 +77,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             custom.install(module)
         else:
             _view_config(module)
-        # An attention that is written out counts on keys of its own size where it takes them from a cache.
+        # Custom attention code expects keys from a cache to have the original size.
         widened = row is not None and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
@@ -87,7 +90,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         passes_keywords=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
         offset=structure.offset,
         refused=tuple(name for component in structure.components for name in component.arguments),
-        # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
+        # BERT slices default token types from a buffer with the original length, so they are created from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
         extra_tokens=structure.extra_tokens,
         windows=structure.windows or len(structure.embedding_outputs) > 1,
@@ -102,10 +105,12 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
 
 
 def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
-    """Build an encoding into the cross-attentions of a decoder: as `posenc.cross` of the stack, where all share it, and as
-    `posenc` of those that have their own. A decoder whose own positions stay gets a `posenc` that does nothing.
+    """Build an encoding, and install it in the cross-attentions of a decoder.
 
-    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
+    The shared encoding is `posenc.cross` of the stack, and separate encodings are `posenc` of their attentions. If the decoder
+    keeps its original positions, it gets a `posenc` that does nothing.
+
+    Raises UnsupportedModelError or ValueError. The stack is then unusable.
     """
     stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.cross_attentions
     if "posenc" not in stack._modules:
@@ -134,14 +139,14 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
 
 
 def _enter(module: Any, posenc: PositionEncoding | None, state: AttentionState) -> None:
-    """Give an attention its state, and the encoding that it has for itself."""
+    """Give an attention its state, and its separate encoding if it has one."""
     module.posenc_state = state
     if posenc is not None:
         module.posenc = posenc
 
 
 def _view_config(module: Any) -> None:
-    """Let an attention find its function under the name that applies the encoding."""
+    """Make an attention look up its function under the name that applies the encoding."""
     module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))
 
 
@@ -162,19 +167,21 @@ def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 
 def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
-    """The paths of the attentions in which a part of the encoding has this verb."""
+    """The paths of the attentions in which a part of the encoding has this mechanism."""
     return tuple(path for path in parts if any(verb in spec.mechanisms(part) for part in parts[path]))
 
 
 def shared_parts(spec: PositionSpec) -> set[str]:
-    """The parts which act in attentions, and whose parameters all of them share."""
+    """The parts that apply in attentions, and whose parameters all attentions share."""
     acting = {part for part, kind in spec.parts.items() if {*kind.mechanisms()} - {"embed"}}
     return acting - spec.encoding.per_layer_parts(dict(spec.options))
 
 
 def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
-    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
-    has no weights (`encoding_checks.check`)."""
+    """The paths of attentions whose sizes differ from those of the first, as in Swin's stages.
+
+    They get a separate encoding, if it has no weights (`encoding_checks.check`).
+    """
     unlike: set[str] = set()
     shared = shared_parts(spec)
     for path, module in structure.attentions.items():
@@ -186,7 +193,7 @@ def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, ge
 
 
 def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
-    """Where the encoding's vectors are added: paths of tables, layers or attention blocks."""
+    """Add the encoding's vectors. Returns the paths of the position embeddings, layers, or attention blocks that add them."""
     stack = structure.stack
     tables = tuple(component.path for component in structure.components if component.accepts_embeddings)
     if spec.inject == "input" and tables:
@@ -199,7 +206,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
         for path in structure.embedding_outputs:
             hooks.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
         return structure.embedding_outputs
-    if spec.inject == "input":  # no table to replace: add them to the first layer's input
+    if spec.inject == "input":  # without position embeddings, add them to the first layer's input
         hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
@@ -210,25 +217,25 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
 
 
 def _cached_keys_are_final(structure: Structure) -> bool:
-    """Whether what each attention stores in a cache are the keys that it, and no other attention, multiplies queries by.
+    """Whether each attention caches exactly the keys that it, and no other attention, multiplies queries by.
 
-    Latent attention stores what keys are made from. Layers that share keys may be rotated by different parts.
+    Latent attention caches inputs from which keys are computed. In layers that share keys, different parts may rotate them.
     """
     modules = structure.attentions.values()
     return not any(hasattr(module, "expand_kv") or getattr(module, "is_kv_shared_layer", False) for module in modules)
 
 
 def _branches_by_implementation(module: nn.Module) -> bool:
-    """Whether an attention's forward compares the name of its implementation with several."""
+    """Whether an attention's forward compares the name of its implementation with several names."""
     constants = inspect.unwrap(type(module).forward).__code__.co_consts
     return any(isinstance(value, (tuple, frozenset)) and "sdpa" in value for value in constants)
 
 
 def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of an attention: new keys are rotated as they are stored, not all keys at every step.
+    """Pre-hook of an attention that rotates new keys when they are cached, instead of all keys at every step.
 
-    The paged cache of continuous batching is an argument of the attention from Transformers 5.24 on. Below, it is handed to the
-    attention function with keys that are rotated.
+    Since Transformers 5.24, the paged cache of continuous batching is an argument of the attention. Earlier versions pass it to
+    the attention function, together with rotated keys.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     kinds = (Cache, PagedAttentionCache) if "cache" in names else Cache

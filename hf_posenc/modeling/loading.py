@@ -1,4 +1,4 @@
-"""What `from_pretrained` of a derived class is asked for: a patched checkpoint as it is, or a stock one to be patched."""
+"""Determines whether `from_pretrained` of a derived class loads a patched checkpoint, or an original one to be patched."""
 
 import copy
 import os
@@ -11,13 +11,13 @@ from hf_posenc.encodings import short_repr
 from hf_posenc.serialization.saved_files import read_config
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "_commit_hash")
-"""Arguments of `from_pretrained` that say where a config is read from."""
+"""Arguments of `from_pretrained` that specify where a config is read from."""
 
 
 def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PositionSpec | None]:
-    """The keyword arguments for loading, and the encoding to patch a stock checkpoint with; None for a patched one.
+    """The keyword arguments for loading, and the encoding for an original checkpoint, which is None for a patched one.
 
-    Raises ValueError where the checkpoint, `config` and `position_encoding` don't go together.
+    Raises ValueError if the checkpoint, `config`, and `position_encoding` are incompatible.
     """
     config, encoding = kwargs.get("config"), kwargs.get("position_encoding")
     source = {name: kwargs[name] for name in HUB if name in kwargs}
@@ -37,7 +37,7 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
     derived = isinstance(config, cls.config_class)
     if patched:
         if config is None:
-            return kwargs, None  # the class itself reads it, and merges what is given
+            return kwargs, None  # the class reads it, and merges the given values
         if not derived:
             raise ValueError(
                 f"{path} was saved with an encoding, but this config has none. Omit config, or pass "
@@ -50,7 +50,7 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
         return _with(kwargs, config), None
     if derived:
         if not saved and encoding is None:
-            return kwargs, None  # a state_dict alone: its config says what it is
+            return kwargs, None  # only a state_dict, whose config has the encoding
         from hf_posenc.modeling.parameter_sharing import stock_config
 
         spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.original_class)
@@ -58,7 +58,7 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
         spec = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
     if spec is None:
         if not saved and config is None:
-            return kwargs, None  # Transformers says what is missing
+            return kwargs, None  # Transformers reports what is missing
         raise ValueError(
             f"{path} is an unpatched model, and {cls.__name__} needs an encoding for it. Pass position_encoding=…, or load it "
             "with its own class and call hf_posenc.patch(model, encoding)."
@@ -67,9 +67,9 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint's config.json that a derived class loads; empty where there is no such file.
+    """The part of a checkpoint's config.json that a derived class loads. It is empty if there is no such file.
 
-    Raises ValueError for a checkpoint of another type, whose weights the class would not find.
+    Raises ValueError for a checkpoint of another model type, because the class wouldn't find its weights.
     """
     if path is None:
         return {}
@@ -98,7 +98,7 @@ def _is_patched(cls: Any, saved: dict[str, Any]) -> bool:
 
 
 def _as_saved(saved: Any, *given: Any) -> Any:
-    """The encoding as saved, with what is given on loading. Raises ValueError for another type than was saved."""
+    """The saved encoding, updated with the values given on loading. Raises ValueError if their type isn't the saved one."""
     encoding = saved = specs.with_current_keys(saved)
     for each in given:
         encoding = specs.merged(encoding, each)
@@ -107,7 +107,7 @@ def _as_saved(saved: Any, *given: Any) -> Any:
 
 
 def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
-    """The encoding that is given in one place, or in two alike."""
+    """The encoding from the argument or the config. Raises ValueError if they differ."""
     given = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
     configured = None if in_config is None else PositionSpec.parse(in_config)
     if given is None or configured is None:
@@ -121,6 +121,6 @@ def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
 
 
 def _with(kwargs: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The keyword arguments with this config, and without an encoding beside it."""
+    """The keyword arguments with this config, and without a separate encoding."""
     others = {name: value for name, value in kwargs.items() if name not in ("config", "position_encoding")}
     return others if config is None else {**others, "config": config}

@@ -1,4 +1,4 @@
-"""Constant vectors that calibration adds where the host's own positions contributed something on average.
+"""Constant vectors that calibration adds to replace the average contribution of the original positions.
 
 Shapes: B batch, L tokens, D the width of what they are added to.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class MeanOffset(nn.Module):
-    """Adds one learned vector, `[D]`, to hidden states `[..., D]`. Zero until it is calibrated."""
+    """Adds one learned vector, `[D]`, to hidden states `[..., D]`. It is zero until it is calibrated."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MeanOffset(nn.Module):
 
 
 def install(stack: nn.Module, widths: Iterable[tuple[str, int]]) -> None:
-    """Give the modules at these paths of a stack an Offset each, as `posenc`, which is added to what they return."""
+    """Give each module at these paths of a stack a MeanOffset as `posenc`, which is added to the module's output."""
     for path, width in widths:
         module = stack.get_submodule(path)
         module.posenc = MeanOffset(width)
@@ -36,5 +36,5 @@ def install(stack: nn.Module, widths: Iterable[tuple[str, int]]) -> None:
 
 
 def add(module: Any, args: tuple, output: Tensor) -> Tensor:
-    """Hook of a module with an Offset. A plain function, so that a patched model can be copied and pickled."""
+    """Hook of a module with a MeanOffset. It is a plain function, so that a patched model can be copied and pickled."""
     return module.posenc(output)

@@ -1,4 +1,4 @@
-"""Moves a model between its host's class and the derived one. Parameter objects are shared, not copied."""
+"""Converts a model between its original class and the derived one. Parameter objects are shared, not copied."""
 
 import copy
 import hashlib
@@ -39,9 +39,9 @@ from hf_posenc.modeling import encoding_checks, hooks
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
-    """Raises ValueError for anything but a plain PreTrainedModel with its weights in one place.
+    """Raises ValueError unless `model` is a PreTrainedModel with loaded weights that isn't wrapped, quantized, or distributed.
 
-    call: what was to be done with it.
+    call: the function that the error names.
     """
     unchanged = "The model was not changed."
     order = f"Call {call} first, then wrap the model. {unchanged}"
@@ -70,15 +70,15 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
 
 
 def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
-    """A stock model with an encoding, of the class `derived`. `model` is left as it is, and nothing is calibrated.
+    """Create a patched model of the class `derived` from an original one. `model` doesn't change, and nothing is calibrated.
 
-    Raises ValueError (UnsupportedModelError) where the encoding can't be put into it.
+    Raises ValueError (UnsupportedModelError) if the encoding can't be installed in it.
     """
     inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
     try:
         found = detection.find_all(inner, spec.where)
     except UnsupportedModelError as refused:
-        if refused.reason == detection.UNKNOWN:  # ESM's, without its vectors
+        if refused.reason == detection.UNKNOWN:  # ESM without its relative position vectors
             specs.raise_if_v4_relative(inner, "it has no positions to replace")
         raise
     stacks = list(found.values())
@@ -87,7 +87,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
         acting = [(found, spec.encoding_for(found.role) if spec.where else spec) for found in stacks]
         sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
         lengths = {found.usable_length for found in sized}
-        # Stacks of several lengths have each its own.
+        # Stacks with different lengths keep separate lengths.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
     kept = keep_original or not any(found.saved_shapes(rows) for found in stacks)
@@ -115,7 +115,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
 
 
 def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
-    """Raises ValueError for the encoding that a model had in Transformers v4: its vectors would be random ones now."""
+    """Raises ValueError for the encoding that a model had in Transformers v4, because its vectors would now be random."""
     for found in stacks:
         kind = specs.dropped_v4_relative(found.stack.config)
         if kind and any(part is encoding_class(kind) for each in spec.all_encodings for part in each.parts.values()):
@@ -128,7 +128,7 @@ def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionS
 
 
 def _copy_positions(found: structure.Structure, stack: Any) -> None:
-    """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
+    """Copy the original learned positions to the buffers that keep them, and to an encoding that starts from them."""
     table = next((table for component in found.components if (table := component.table()) is not None), None)
     with torch.no_grad():
         stack.posenc.init_from_original_table(table)
@@ -140,9 +140,9 @@ def _copy_positions(found: structure.Structure, stack: Any) -> None:
 
 
 def to_stock(model: Any, stock: Any) -> Any:
-    """A patched model as one of the class `stock`, its host's, with its own positions again.
+    """Convert a patched model to its original class, `stock`, with its original positions.
 
-    Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
+    Raises ValueError if they weren't kept. Warns if the weights have changed since the model was patched.
     """
     spec = specs.read(model.config)
     host, submodel, where = spec.original, spec.submodel, spec.where
@@ -178,7 +178,7 @@ def to_stock(model: Any, stock: Any) -> Any:
 
 
 def stock_config(config: Any, stock: Any) -> Any:
-    """The config of a model of the class `stock` with this derived config."""
+    """The original config, for the class `stock`, of a model with this derived config."""
     config = copy.deepcopy(config)
     specs.make_stock(config)
     specs.change_class(config, stock.config_class)
@@ -186,8 +186,11 @@ def stock_config(config: Any, stock: Any) -> Any:
 
 
 def fingerprint(stacks: Iterable[structure.Structure]) -> str:
-    """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
-    that hold a source of positions or an attention, and the input embeddings. Another hash means a changed body."""
+    """A short hash of up to 64 values of each parameter of the body, which is the same for all heads.
+
+    The body consists of the parts with a positional component or an attention, and the input embeddings. A different hash means
+    that the body has changed.
+    """
     digest = hashlib.sha256()
     for found in stacks:
         parts = {path.partition(".")[0] for path in (*(component.path for component in found.components), *found.attentions)}
@@ -201,10 +204,10 @@ def fingerprint(stacks: Iterable[structure.Structure]) -> str:
 
 
 def _public_name(name_or_path: str) -> str:
-    """A "namespace/name" that the Hub's cache has, and "" for anything else.
+    """A "namespace/name" that is in the Hub's cache, and "" for anything else.
 
-    Transformers doesn't say whether a model came from the Hub, and a folder's relative path may look like an id, even when the
-    current folder has changed and it isn't there any more.
+    Transformers doesn't record whether a model came from the Hub. The relative path of a directory may look like an ID, even
+    when the current directory has changed and the path no longer exists.
     """
     if not HUB_ID.fullmatch(name_or_path) or os.path.exists(name_or_path):
         return ""
@@ -213,14 +216,14 @@ def _public_name(name_or_path: str) -> str:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
-    """A model without memory: all of it is on the meta device, as Transformers builds models that it loads.
+    """Build a model on the meta device, where it takes no memory, as Transformers does for models that it loads.
 
-    dtype: of what names none, such as sinusoids in buffers; None for torch's default.
-    like: a model of which this is to have all parts. Those that its `__init__` was told to leave out or to add, and its config
-        doesn't tell (`add_pooling_layer=False`), are found by trying. If no arguments fit, the model is made without any.
+    dtype: dtype of tensors that don't specify one, such as sinusoids in buffers. None for torch's default.
+    like: a model with the parts to build. Its config doesn't record `__init__` arguments that omit or add parts
+        (`add_pooling_layer=False`), so they are found by trial. If none fit, the model is built without arguments.
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
-    random = torch.random.fork_rng(devices=[])  # of a host that draws values on the CPU all the same
+    random = torch.random.fork_rng(devices=[])  # for original models that draw values on the CPU nevertheless
     with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
@@ -231,8 +234,10 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
 
 
 def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
-    """Arguments for the `__init__` of a class, beside its config, that say which parts a model has: those that are True or
-    False, few changed ones first."""
+    """Boolean arguments for the `__init__` of a class, besides its config, which may determine what parts a model has.
+
+    Combinations with few changed arguments come first.
+    """
     init = getattr(cls, "original_class", cls).__init__
     known = [each for each in list(inspect.signature(init).parameters.values())[2:] if isinstance(each.default, bool)]
     for number in range(1, len(known) + 1):
@@ -241,16 +246,16 @@ def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
 
 
 def clone_sharing_parameters(model: PreTrainedModel) -> Any:
-    """The model again, made of its own class and config, with the same parameters: what is set on one isn't on the other."""
+    """Rebuild a model from its class and config, with the same parameters. Attributes set on one don't affect the other."""
     twin = build_on_meta(type(model), copy.deepcopy(model.config), like=model)
     share_parameters(model, twin)
     return twin
 
 
 def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = ()) -> str | None:
-    """The first part that one of two models has and the other doesn't, whatever encodings are in them.
+    """A description of the first part that only one of two models has, regardless of their encodings. None if there is none.
 
-    anew: the paths of modules that may differ.
+    rebuilt: the paths of modules that may differ.
     """
     theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
     for name, module in _in_common(ours, theirs):
@@ -269,7 +274,7 @@ def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = 
 
 
 def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of one of two models that aren't encodings, nor positions of the host's that were silenced in either."""
+    """The modules of one of two models, except encodings and original positional components that are disabled in either."""
     silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Disabled)}
     inside = tuple(f"{name}." for name in silenced)
     for name, module in modules.items():
@@ -278,12 +283,12 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
 
 
 def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = ()) -> None:
-    """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
+    """Give `target` all parameters and buffers that both models have in common, and the settings of the source's modules.
 
-    anew: the paths of modules that stay as the target's config makes them, with parameters that it may have already. Where
-        there are any, numbers that follow the config (a scaling by the factor of rotary positions) stay the target's, too.
+    rebuilt: the paths of modules that stay as the target's config creates them, and may already have parameters. If there are
+        any, numbers that follow from the config (a scaling by the RoPE factor) also stay the target's.
 
-    Raises ValueError where `source` is no longer what its config describes.
+    Raises ValueError if `source` no longer matches its config.
     """
     if found := difference(source, target, rebuilt):
         raise ValueError(
@@ -312,14 +317,14 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
                 )
             module._parameters[key] = parameter
         for key, buffer in other._buffers.items():
-            # Id buffers as long as the old table are the only ones that differ.
+            # Only ID buffers with the length of the original position embeddings differ in shape.
             if buffer is not None and key in module._buffers and buffer.shape == module._buffers[key].shape:
                 module._buffers[key] = buffer
         for key, value in vars(other).items():
-            # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
-            # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
+            # Users set dropout probabilities, the mode, and checkpointing. Names with _ are private to Transformers. A number
+            # in a tensor is the longest length so far for which RoPE buffers were computed.
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-            # A length that follows the config's stays the target's.
+            # A length that follows from the config stays the target's.
             by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
             by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
             if key == _compat.GRADIENT_CHECKPOINTING or (number and key[0] != "_" and not by_length):
@@ -327,8 +332,8 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
     if any(map(structure.is_patched, target.modules())):
         hooks.wrap_gradient_checkpointing(target)
     for module in target.modules():
-        mark(module)  # else a model that is made of this one draws its weights anew
-    for module in reversed(list(target.modules())):  # a model within another initialises its own
+        mark(module)  # otherwise, a model made from this one draws new weights
+    for module in reversed(list(target.modules())):  # submodels initialize their own buffers first
         if isinstance(module, PreTrainedModel):
             compute_buffers(module, source.device)
     if hasattr(source, "generation_config"):
@@ -337,20 +342,23 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
 
 
 def _differs(before: Any, after: Any) -> bool:
-    """Whether a number is another one by one config than by another."""
+    """Whether a number differs between two configs."""
     return type(before) in (int, float) and type(after) in (int, float) and before != after
 
 
 def _class_name(module: nn.Module) -> tuple[str, str]:
-    """The module and name of a module's class, of a derived one its host's. A subclass of another name may store its weights
-    in another way, as 8-bit layers do. A parametrised module (weight norm) has a class of its own."""
+    """The Python module and name of a module's class, or of the original class of a derived one.
+
+    A subclass with another name may store its weights differently, as 8-bit layers do. A parametrized module (weight norm) has
+    a generated class, so its class before parametrization is used.
+    """
     cls = type_before_parametrizations(module)
     cls = getattr(cls, "original_class", cls)
     return cls.__module__, cls.__qualname__
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give the buffers that are left on the meta device their values, as Transformers does for a model that it loads."""
+    """Compute the buffers that are still on the meta device, as Transformers does for a model that it loads."""
     for name, module in model.named_modules():
         left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if left and "posenc" not in name.split("."):

@@ -1,4 +1,4 @@
-"""The positions of one forward pass, made from the arguments of a stack.
+"""Computes the positions of a forward pass from the arguments of a stack.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -21,15 +21,15 @@ from hf_posenc.modeling import cache_positions
 from hf_posenc.signatures import IS_CAUSAL, TOKEN_INPUTS, BoundCall
 
 TEXT_AND_GRID = 4
-"""Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
+"""The number of rows of M-RoPE's position IDs, if text positions precede those in time, height, and width."""
 
 
 @dataclass(frozen=True)
 class OuterCall:
-    """The arguments of a composite model, one stack of which reads its tokens.
+    """The arguments of a composite model in which a stack reads the tokens.
 
-    padding: its attention mask `[B, K]`, if it has two axes. It may pass another one on, which doesn't show padding.
-    has_position_ids: whether it was given position_ids. Otherwise those that reach the stack are its own.
+    padding: its attention mask `[B, K]`, if that is 2-D. The model may pass another mask to the stack, without the padding.
+    has_position_ids: whether it received position_ids. Otherwise, it created those that reach the stack.
     """
 
     stack: Any
@@ -39,7 +39,7 @@ class OuterCall:
 
 @contextlib.contextmanager
 def recorded_outer_call(stack: Any, call: BoundCall) -> Iterator[None]:
-    """Keep the arguments of the outermost model around a stack until its forward ends."""
+    """Record the arguments of the outermost model that contains a stack until its forward pass ends."""
     before, mask = CURRENT.outer_call, call["attention_mask"]
     if before is None or before.stack is not stack:
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -52,10 +52,10 @@ def recorded_outer_call(stack: Any, call: BoundCall) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StackState:
-    """What a patched stack knows of its encoding, as `posenc_state`.
+    """The encoding of a patched stack, as its `posenc_state`.
 
-    spec: of what acts in it. inputs: makes the positions of its forward passes.
-    locations: method of the encoding -> paths of the modules in which it acts by that method.
+    spec: the spec of the encoding in this stack. inputs: computes the positions of its forward passes.
+    locations: mechanism of the encoding -> paths of the modules in which it applies.
     """
 
     spec: PositionSpec
@@ -64,24 +64,24 @@ class StackState:
 
 
 def longest_input(stack: Any) -> int | None:
-    """Maximum input length of a patched stack, in tokens. None: no limit."""
+    """The maximum input length of a patched stack in tokens. None for no limit."""
     spec = stack.posenc_state.spec
     return stack.posenc.geometry.max_length if spec.windows is None else spec.max_length
 
 
 @dataclass(frozen=True)
 class PositionInputs:
-    """Makes the `PositionContext` of a patched stack before the original forward, and keeps what its cache needs afterwards.
+    """Creates the `PositionContext` of a patched stack before the original forward, and updates its cache afterwards.
 
-    names: the arguments of that forward, in order.
-    passes_keywords: whether it takes further keyword arguments.
-    offset: the id of the first token.
-    refused: arguments that would set the original positions explicitly.
-    needs_token_types: whether the model cuts missing token types from a buffer as long as its old table (BERT).
-    extra_tokens, windows: of the `PatchLayout` of a stack that makes its tokens itself.
-    replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
-    flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
-    causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
+    names: the argument names of that forward, in order.
+    passes_keywords: whether it accepts other keyword arguments.
+    offset: the position ID of the first token.
+    `refused`: arguments that would set the original positions explicitly.
+    needs_token_types: whether the model slices default token types from a buffer with the original length (BERT).
+    extra_tokens, windows: fields of the `PatchLayout` of a stack that computes its tokens itself.
+    replaces: whether the original positions were removed. Otherwise, the arguments don't change.
+    flattens: whether a stack reads input IDs with more dimensions, `[B, choices, L]`, as one text per row of L.
+    causal_flags: config flags that select the stack's masks, name -> value when the encoding was built.
     """
 
     names: list[str]
@@ -96,11 +96,11 @@ class PositionInputs:
     causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
     def prepare(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
-        """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
+        """The new arguments and the `PositionContext` of this forward pass. They contain it if the original model passes it on.
 
-        Explicit `position_ids`, counted as the original model counts them, take precedence. Otherwise positions come from the
-        attention mask. In decoders and after cached keys, they count what it shows (`position_ids_from_mask`). Elsewhere they
-        are indices from the first token that it shows (`positions_of`).
+        Explicit `position_ids`, counted as the original model counts them, take precedence. Otherwise, positions come from the
+        attention mask. In decoders and after cached keys, they count the tokens that the mask shows (`position_ids_from_mask`).
+        Elsewhere, they are indices from the first token that the mask shows (`positions_of`).
         """
         call = BoundCall(self.names, args, kwargs)
         self._check_causal_flags(stack, call)
@@ -116,7 +116,7 @@ class PositionInputs:
             return self._changed(call, self._of_unknown_number(stack, call))
         known = ids if tokens is None else tokens
         if known is None:
-            return args, kwargs, None  # the host says what is missing
+            return args, kwargs, None  # the original model reports what is missing
         if ids is None and call["cu_seq_lens_q"] is not None:
             raise ValueError(
                 "cu_seq_lens_q gives the ends of packed texts, but not the positions of their tokens. Pass position_ids that "
@@ -124,7 +124,7 @@ class PositionInputs:
             )
         shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
-        # The mask of a sound counts its samples or features, not the tokens that are made of them.
+        # An audio mask covers samples or features, not the tokens that are computed from them.
         cache, mask = call.of_type(Cache), None if tokens is None else _mask_of(call, length)
         past = _length_of(cache)
         cache_positions.check_cache_length(cache, past)
@@ -152,19 +152,20 @@ class PositionInputs:
             return args, kwargs, context
         changes: dict[str, Any] = {}
         if "position_ids" in self.names:
-            # One row for each text: XLM asserts its shape, and others see by the first of several whether texts are packed.
+            # One row per text, because XLM asserts that shape. Other models detect packed texts in the first of several rows.
             rows = (shape[0], -1) if given is None or given.ndim < 3 else given.shape
             changes["position_ids"] = (positions + self.offset).expand(rows)
         if call["logits_to_keep"] is not None:
-            # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
+            # Otherwise, Gemma 4 drops all other queries in its last layers. Its head selects what it needs from all outputs.
             changes["logits_to_keep"] = 0
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
 
     def _by_text(self, call: BoundCall) -> tuple[Tensor | None, BoundCall]:
-        """One number for each token, `[B, L]`, or `[L]`, and the call with a mask and position_ids of as many rows. None where
-        the stack makes its tokens itself.
+        """One number per token, `[B, L]` or `[L]`, and the call with as many rows in its mask and position_ids.
+
+        The numbers are None if the stack computes its tokens itself.
 
         Raises ValueError for inputs of other shapes.
         """
@@ -187,11 +188,13 @@ class PositionInputs:
             raise ValueError(
                 f"inputs_embeds has shape {tuple(tokens.shape)}. Pass [batch, length, hidden_size], with each choice as a row."
             )
-        return tokens[..., 0], call  # Vectors, or several ids for each place.
+        return tokens[..., 0], call  # embeddings, or several IDs per position
 
     def _check_causal_flags(self, stack: Any, call: BoundCall) -> None:
-        """Raises ValueError if the stack would make other masks than those that its encoding was built for. It makes none where
-        it is given one that is ready, as in continuous batching."""
+        """Raises ValueError if the stack would create other masks than those that its encoding was built for.
+
+        It creates none if it receives a complete mask, as in continuous batching.
+        """
         mask = call["attention_mask"]
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim < 4):
             return
@@ -205,11 +208,11 @@ class PositionInputs:
                 )
 
     def _lacks_tokens(self, stack: Any, call: BoundCall) -> bool:
-        """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
+        """Whether a stack that reads tokens received neither tokens nor another input to compute them from."""
         return not TOKEN_INPUTS.isdisjoint(self.names) and call[stack.main_input_name] is None
 
     def _of_unknown_number(self, stack: Any, call: BoundCall) -> PositionContext:
-        """The context of a stack that makes its tokens itself, of an image or audio."""
+        """The context of a stack that computes its tokens itself from an image or audio."""
         from hf_posenc.architectures import own_tokens
 
         unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
@@ -218,7 +221,7 @@ class PositionInputs:
             positions=unknown,
             past=_length_of(cache),
             start=unknown,
-            # Where a sliding window begins doesn't depend on the number of new tokens.
+            # The start of a sliding window doesn't depend on the number of new tokens.
             first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
             patches=own_tokens.layout_of(call, self.extra_tokens, self.windows),
         )
@@ -226,17 +229,16 @@ class PositionInputs:
     def _changed(
         self, call: BoundCall, context: PositionContext, **changes: Any
     ) -> tuple[tuple, dict[str, Any], PositionContext]:
-        # Stacks that take position_ids pass further arguments on to their layers (see `dispatch.CONTEXT`).
+        # Stacks that accept position_ids pass other arguments on to their layers (see `dispatch.CONTEXT`).
         if "position_ids" in self.names and self.passes_keywords:
             changes[dispatch.CONTEXT] = context
         return *call.changed(**changes), context
 
     def _from_zero(self, stack: Any, ids: Tensor, length: int, mask: Any) -> Tensor | None:
-        """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
-        before.
+        """Positions `[1 or B, L]` from the original IDs, which are `offset` for the first token and `offset - 1` for padding.
 
-        Of M-RoPE's rows (time, height, width) a position in one dimension has no use. Where another row of positions in the
-        text stands before them, as in `generate`, it is taken; else tokens are to be counted: None.
+        A one-dimensional encoding can't use M-RoPE's rows (time, height, width). If a row of text positions precedes them, as
+        in `generate`, that row is used. Otherwise, the result is None, and tokens are counted.
         """
         if ids.shape[-1] != length:
             raise ValueError(
@@ -255,7 +257,7 @@ class PositionInputs:
         ids = ids.reshape(-1, length).long()
         if self.offset == 0:
             return ids
-        # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
+        # This reads values even on a GPU, because IDs from 0 would be silently wrong. Explicit position_ids are rare here.
         if not torch.compiler.is_compiling() and ids.numel() and ids.min() < self.offset - 1:
             raise ValueError(
                 f"position_ids starts at {int(ids.min())}, but {type(stack).__name__} counts its first token as {self.offset} "
@@ -264,7 +266,7 @@ class PositionInputs:
         return (ids - self.offset).clamp(min=0)
 
     def store_in_cache(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
-        """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
+        """Store the positions of all keys with the cache that the original forward has filled, if it doesn't indicate them."""
         call = BoundCall(self.names, args, kwargs)
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
         cache = call.of_type(Cache)
@@ -276,7 +278,7 @@ class PositionInputs:
 
 
 def _mask_of(call: BoundCall, length: int) -> Any:
-    """The mask that a stack of tokens is called with, also as XLNet's `input_mask`, 1 for padding, or XLM's `lengths`."""
+    """The mask argument of a stack of tokens, also from XLNet's `input_mask` (1 for padding) or XLM's `lengths`."""
     if (mask := call["attention_mask"]) is not None:
         return mask
     if isinstance(padding := call["input_mask"], Tensor):
@@ -287,7 +289,7 @@ def _mask_of(call: BoundCall, length: int) -> Any:
 
 
 def _is_packed(times: Tensor, mask: Any) -> bool:
-    """Whether positions in time `[B, L]` fall behind one another, as those of several texts in one row; padding aside."""
+    """Whether positions in time `[B, L]` decrease anywhere, as for several texts in one row. Padding is ignored."""
     if torch.compiler.is_compiling() or times.shape[-1] < 2:
         return False
     falls = times.diff(dim=-1) < 0
@@ -300,12 +302,12 @@ def _is_packed(times: Tensor, mask: Any) -> bool:
 def _length_of(cache: Cache | None) -> int | Tensor:
     """The number of cached keys."""
     past = 0 if cache is None else cache.get_seq_length()
-    # A static cache counts in place, and its first layer would change this number.
+    # A static cache counts in place, so its first layer would change this number.
     return past.clone() if isinstance(past, Tensor) else past
 
 
 def _padding_of(outer: OuterCall, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
-    """The mask of the model around a stack, where it has a column for each token of the stack: some put tokens before."""
+    """The mask of the composite model, if it has a column for each token of the stack. Some models prepend tokens."""
     mask = outer.padding
     if mask is None or len(mask) != shape[0]:
         return None
@@ -314,17 +316,17 @@ def _padding_of(outer: OuterCall, shape: Sequence[int], past: int | Tensor) -> T
 
 
 def _fill_padding_positions(keys: Tensor, shown: Tensor) -> Tensor:
-    """Positions of keys `[B, K]`, those of padding between shown keys being that of the shown one before it."""
+    """Positions of keys `[B, K]`, in which padding between shown keys has the position of the shown key before it."""
     index = torch.arange(keys.shape[1], device=keys.device)
     last = torch.where(shown.to(keys.device), index, -1).cummax(-1).values
     return torch.where(last < 0, keys, keys.gather(1, last.clamp(min=0)))
 
 
 def _recomputed_position_ids(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
-    """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
+    """The position IDs that a composite model created for its stack, `[1 or B, L]`, changed to count what its mask shows.
 
-    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma). Qwen2-VL makes ids of all cached
-    tokens, too, behind an image: None, and the new ones are counted.
+    Models that continue counting after the cache, with or without padding, start at 0, or at 1 (PaliGemma). After an image,
+    Qwen2-VL also creates IDs for all cached tokens. Then the result is None, and the new tokens are counted.
     """
     if ids.shape[-1] != length:
         return None
@@ -339,10 +341,10 @@ def _recomputed_position_ids(ids: Tensor, padding: Tensor | None, past: int | Te
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
-    """By layer, the index of the first key that a cache gives out next: above 0 where a sliding window has dropped keys.
+    """The index of the first key that a cache returns next, by layer. It is above 0 if a sliding window has dropped keys.
 
-    kinds: of the layers. One that the cache holds nothing of reuses the keys of the last one of its kind that it holds. Below
-    Transformers 5.23, the cache has no entry for it.
+    kinds: types of the layers. A layer without cached keys reuses those of the last cached layer of its type. Before
+        Transformers 5.23, the cache has no entry for it.
     """
     if cache is None or not any(cache.is_sliding):
         return ()
@@ -366,9 +368,9 @@ def _positions(
     device: torch.device,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a `PositionContext` has as positions, start and keys.
+    """The positions, start, and keys of a `PositionContext`.
 
-    ids: positions given by hand, `[1 or B, L]`. mask: `[B, K]`. shape: B and L.
+    ids: explicit positions, `[1 or B, L]`. mask: `[B, K]`. shape: B and L.
     """
     batch, length = shape
     if cache is None and ids is None and not is_causal:
@@ -397,14 +399,16 @@ def _positions(
         keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
         if ids is not None and mask is not None and mask.shape[1] >= keys.shape[1]:
             keys = _fill_padding_positions(keys, mask[:, : keys.shape[1]] != 0)
-    # Ids given by hand hold for padding, too: `generate` begins behind the padding of a right-padded prompt.
+    # Explicit position_ids also apply to padding. `generate` starts after the padding of a right-padded prompt.
     start, rises = _contiguous_start(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
     return new.clamp(min=0), start, None if rises else keys
 
 
 def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
-    """The index at which position 0 would be, `[1 or B, 1]`, and whether the positions of all shown keys rise by one from
-    there. In a traced graph, where values can't be read, they are taken to jump."""
+    """The index at which position 0 would be, `[1 or B, 1]`, and whether all shown keys' positions rise by one from there.
+
+    A traced graph can't read values, so the second result is False.
+    """
     offset = torch.arange(keys.shape[1], device=keys.device) - keys
     if torch.compiler.is_compiling():
         return offset[:, -1:], False
@@ -418,12 +422,15 @@ def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]
 
 
 def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | None) -> None:
-    """Raises ValueError for positions from max_length on. Explicit ones count, not tokens: several texts may be in one row."""
+    """Raises ValueError for positions of max_length or more.
+
+    Explicit positions count instead of tokens, because a row can contain several texts.
+    """
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return
     if cache is not None and cache.is_compileable:
-        # A static cache counts on its device; its size is known without asking.
+        # A static cache counts on its device, but its size is known without reading the count.
         total = cache.get_max_length()
         what = f"A static cache of {total} tokens is longer than"
     else:

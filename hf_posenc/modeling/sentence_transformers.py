@@ -1,4 +1,4 @@
-"""The model inside a SentenceTransformer: found, and replaced in a twin."""
+"""Finds the model inside a SentenceTransformer, and replaces it in a copy."""
 
 import copy
 from collections.abc import Callable
@@ -20,18 +20,19 @@ from hf_posenc.serialization.tokenizer_files import copied
 
 
 def is_sentence_transformer(model: Any) -> bool:
-    """Whether this is a SentenceTransformer: a sequence of modules of which the first holds a Transformers model."""
+    """Whether `model` is a SentenceTransformer, a sequence of modules whose first contains a Transformers model."""
     return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
 
 
 def apply_to_sentence_transformer(
     outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel], longer: bool = False
 ) -> Any:
-    """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
+    """Copy a SentenceTransformer with a changed model and a separate tokenizer. The copy shares everything else.
 
-    Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
-    Transformers' VERY_LARGE_INTEGER, so that no text is cut. The one before is kept with the model, and `unpatch` brings it
-    back; a model patched without one gets its own usable length at most. A stock model that was made longer sets it to that.
+    Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's maximum length. Without a limit,
+    it is Transformers' VERY_LARGE_INTEGER, so that no text is truncated. The previous value is kept with the model, and
+    `unpatch` restores it. If there is none, `unpatch` limits max_seq_length to the original model's maximum length. For an
+    extended original model, it becomes the new maximum length.
     """
     first = outer[0]
     model = change(first.model)
@@ -42,8 +43,8 @@ def apply_to_sentence_transformer(
     if isinstance(model, PosEncModelMixin):
         usable = next(longest_input(stack) for stack in model.modules() if is_patched(stack))
         holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable
-        # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
-        # which stays the host's if the encoding has no limit.
+        # Without this key, sentence-transformers limits the tokenizer's length to config.max_position_embeddings on loading,
+        # which keeps the original value if the encoding has no limit.
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
         spec = model.config.position_spec
         if spec.original is not None and not isinstance(first.model, PosEncModelMixin):
@@ -58,9 +59,9 @@ def apply_to_sentence_transformer(
             holder.max_seq_length = before
         else:
             holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
-        if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
+        if longer:  # With dynamic RoPE of Transformers, config.max_position_embeddings stays at the trained length
             holder.config_keys = [*type(first).config_keys, "max_seq_length"]
-    # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
+    # The merge of sentence-transformers does the same, because the given model's card doesn't describe this one.
     _compat.drop_card_text(twin)
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)
     twin.model_card_data.register_model(twin)

@@ -25,9 +25,9 @@ ALLOWED = (
 
 
 def read_rows(texts: Any, tokenizer: Any, length: int | None = None, special: bool = True) -> Iterator[dict[str, Tensor]]:
-    """Each text as name -> `[L]`, on the CPU, without padding, cut to `length` tokens. Read as they are asked for.
+    """Yield each text as name -> `[L]`, on the CPU, without padding, truncated to `length` tokens. Texts are read lazily.
 
-    tokenizer: a tokenizer, or a function that is called as one; None if all texts are batches.
+    tokenizer: a tokenizer, or a function with the same arguments. None if all texts are batches.
     special: whether strings get special tokens. Without them, a string has only input_ids.
 
     Raises ValueError for anything but texts, and for strings without a tokenizer.
@@ -61,13 +61,13 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """Which tokens of a batch aren't padding, `[N, L]`."""
+    """A mask of the tokens in a batch that aren't padding, `[N, L]`."""
     mask = batch.get(MASK)
     return torch.ones_like(batch[INPUTS[0]], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Rows as a batch; an empty one without rows. Rows without token types, among others that have some, are of type 0."""
+    """Combine rows into a batch, which is empty without rows. If only some rows have token types, the others get type 0."""
     batch = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name, torch.zeros_like(row[INPUTS[0]])) for row in rows]

@@ -1,4 +1,4 @@
-"""What only users' own classes need: their derived classes, their attentions' eager functions. No checkpoint carries it."""
+"""Derived classes and eager attention functions of custom classes. No checkpoint contains this module."""
 
 import functools
 import inspect
@@ -13,17 +13,17 @@ from hf_posenc.attention import dispatch
 from hf_posenc.modeling import derived
 
 OWN: dict[type, Any] = {}
-"""Class of a user's -> its derived class. Two of one name may be in different modules."""
+"""Custom class -> its derived class. Different modules may contain classes with the same name."""
 
 
 def named(name: str) -> dict[str, Any]:
-    """Module -> class of each imported config or model class of a user's with this name."""
+    """Module -> class, for each imported custom config or model class with this name."""
     bases = (PreTrainedConfig, PreTrainedModel)
     return {cls.__module__: cls for base in bases for cls in _users(base) if cls.__name__ == name}
 
 
 def _users(base: Any) -> Iterator[Any]:
-    """All classes derived from one of Transformers' that are not its own, nor ours."""
+    """All subclasses of a Transformers class that neither Transformers nor hf-posenc defines."""
     for cls in base.__subclasses__():
         yield from _users(cls)
         if not is_transformers(cls) and not hasattr(cls, "original_class"):
@@ -31,10 +31,10 @@ def _users(base: Any) -> Iterator[Any]:
 
 
 def derived_once(host: Any, make: Callable[[Any], Any]) -> Any:
-    """The derived class of a user's class, made when it is first asked for."""
+    """The derived class of a custom class, created on first access."""
     if host not in OWN:
         OWN[host] = cls = make(host)
-        # Else saving would copy this module.
+        # Otherwise, saving would copy this module.
         cls._auto_class, cls.__reduce_ex__ = None, _reduced
         if issubclass(host, PreTrainedModel):
             cls.__init__ = with_one_post_init(host)
@@ -42,7 +42,10 @@ def derived_once(host: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
+    """The reduced form of an object whose class is derived from a custom class.
+
+    Copies and pickles refer to the custom class, so that its module is imported.
+    """
     _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
     return _empty, (type(self).original_class, *arguments), *state
 
@@ -53,8 +56,10 @@ def _empty(host: type, *arguments: Any) -> Any:
 
 
 def with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
-    """The `__init__` of a class derived from a user's, with post_init at its end alone: a subclass of a model which calls it
-    may go on to replace modules, and call it again."""
+    """The `__init__` of a class derived from a custom class, which runs post_init only at its end.
+
+    If a model's `__init__` calls post_init, that of a subclass may replace modules afterwards and call it again.
+    """
 
     @functools.wraps(host.__init__)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,8 +76,10 @@ def with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
 
 
 def own_eager_function(module: nn.Module) -> dispatch.Function | None:
-    """The eager function of an attention outside Transformers, which its forward mentions. It may have any name, and a subclass
-    may be in another module than the forward that it inherits."""
+    """The eager function that the forward of an attention outside Transformers refers to.
+
+    It may have any name. A subclass may be in another module than the forward that it inherits.
+    """
     forward = inspect.unwrap(type(module).forward)
     scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}

@@ -1,6 +1,6 @@
-"""Encoders that read longer inputs in overlapping windows, each with its own positions and special tokens.
+"""Processes longer inputs of encoders in overlapping windows, each with separate positions and special tokens.
 
-Each token's hidden state comes from the window in which it is most central; prefix and suffix tokens, which are in all windows,
+Each token's hidden state comes from the window in which it is most central. Prefix and suffix tokens, which are in all windows,
 get the mean. Time and memory grow linearly with the length.
 
 Shapes: B batch, L tokens, N windows of all texts, K windows of one text, W tokens of a window, D hidden_size.
@@ -18,11 +18,11 @@ from hf_posenc.encodings import short_repr
 from hf_posenc.signatures import BoundCall
 
 FAR = 1 << 40
-"""Distance from the edge of a window that is also an edge of the text."""
+"""A large number that is added to the distance from an edge of a window that is also an edge of the text."""
 
 
 def forward(stack: Any, in_one_pass: Callable[..., Any], call: BoundCall) -> Any:
-    """The output of a stack for an input of any length up to its maximum. Inputs that fit one window are read in one pass.
+    """The output of a stack for an input up to its maximum length. Inputs that fit in one window take a single pass.
 
     Raises ValueError for inputs beyond the maximum, and for arguments that windows don't support.
     """
@@ -56,7 +56,7 @@ def forward(stack: Any, in_one_pass: Callable[..., Any], call: BoundCall) -> Any
 
 
 def _check(stack: Any, given: dict[str, Any], shape: torch.Size) -> None:
-    """Raises ValueError for arguments that have no meaning for single windows."""
+    """Raises ValueError for arguments that don't apply to single windows."""
     if given.get("output_attentions") or (given.get("output_attentions") is None and stack.config.output_attentions):
         raise ValueError(
             "output_attentions=True isn't supported for inputs longer than one window, because no attention sees all tokens. "
@@ -83,8 +83,8 @@ def _check(stack: Any, given: dict[str, Any], shape: torch.Size) -> None:
 class Division:
     """The windows of a batch.
 
-    text: index of the text of each window, `[N]`. index: index in that text of each of its tokens, `[N, W]`.
-    mask: which of these are tokens, `[N, W]`.
+    text: index of each window's text, `[N]`. index: index of each of the window's tokens in that text's row, `[N, W]`.
+    mask: whether each of these is a token, `[N, W]`.
     window: for each token of the batch, the window from which its hidden state comes, `[B, L]`. place: its index there.
     repeated: whether the token is in all windows of its text, `[B, L]`. inside: whether it is within its text.
     count: number of windows of each text, `[B]`.
@@ -113,7 +113,7 @@ class Division:
 
 
 def divided(shown: Tensor, windows: Windows, types: Tensor | None = None) -> Division:
-    """Divide texts `[B, L]` into windows. A text reaches from its first to its last token that is shown.
+    """Divide texts `[B, L]` into windows. A text extends from its first to its last shown token.
 
     types: token types. A first segment of at most half a window, such as a question, is repeated in every window.
     """
@@ -123,14 +123,14 @@ def divided(shown: Tensor, windows: Windows, types: Tensor | None = None) -> Div
     prefix = _prefix(types, shown, first, windows)
     room, suffix = windows.window - windows.suffix - prefix, windows.suffix
     stride = (windows.stride * room // windows.room).clamp(min=1)
-    slack = (size - windows.window).clamp(min=0)  # of the last window's start
+    slack = (size - windows.window).clamp(min=0)  # start of the last window
     count = (slack + stride - 1) // stride + 1
     width = int(size.max().clamp(1, windows.window))
     text = torch.arange(len(shown), device=device).repeat_interleave(count)
     before = count.cumsum(0) - count
     start = torch.minimum((torch.arange(len(text), device=device) - before[text]) * stride[text], slack[text])[:, None]
     place = torch.arange(width, device=device)[None]
-    ends = slack[text, None] + place  # those of the text, in the last places
+    ends = slack[text, None] + place  # indices at the end of the text
     inner = torch.where(place < prefix[text, None], place, start + place)
     index = torch.where(place >= width - suffix, torch.where(slack[text, None] > 0, ends, place), inner)
     mask = index < size[text, None]
@@ -139,7 +139,7 @@ def divided(shown: Tensor, windows: Windows, types: Tensor | None = None) -> Div
 
     number = torch.arange(int(count.max()), device=device)[None, :, None]  # K
     starts = torch.minimum(number * stride[:, None, None], slack[:, None, None])
-    there = torch.arange(length, device=device)[None] - first[:, None]  # in the text, [B, L]
+    there = torch.arange(length, device=device)[None] - first[:, None]  # index in the text, [B, L]
     left = there[:, None] - prefix[:, None, None] - starts  # [B, K, L]
     right = room[:, None, None] - 1 - left
     outside = (left < 0) | (right < 0) | (number >= count[:, None, None])
@@ -154,7 +154,7 @@ def divided(shown: Tensor, windows: Windows, types: Tensor | None = None) -> Div
 
 
 def _prefix(types: Tensor | None, shown: Tensor, first: Tensor, windows: Windows) -> Tensor:
-    """Number of tokens at the start of each text that all its windows repeat, `[B]`."""
+    """The number of tokens at the start of each text that all its windows repeat, `[B]`."""
     usual = torch.full_like(first, windows.prefix)
     if types is None:
         return usual
