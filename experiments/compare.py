@@ -1,20 +1,22 @@
-"""Compare encodings: on several hosts and tasks, all else equal, trained at lengths up to L and tested beyond it.
+"""Compare encodings on several models and tasks, all else equal, trained at lengths up to L and tested beyond L.
 
     python scripts/compare.py experiments/studies/six_encodings.yaml --processes 2 --output_dir six     # a study as a file
-    python scripts/compare.py --hosts bert llama --encodings none rope alibi '{"type": "t5", "num_buckets": 16}' \\
+    python scripts/compare.py --encodings none rope alibi '{"type": "t5", "num_buckets": 16}' \\
         --tasks mlm clm --length 64 --multiples 1 2 4 --seeds 0 1 2 --output_dir OUT
-    python scripts/compare.py --hosts checkpoint:all-MiniLM-L6-v2 --encodings none t5 --tasks mlm --steps 0 --output_dir OUT
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/compare.py STUDY.yaml --output_dir OUT
 
-Hosts: tiny models of random weights (bert, llama, gpt2, or '{"type": "llama", "num_key_value_heads": 2}' with options of the
-config), or a checkpoint:FOLDER, whose weights are kept and whose positions are replaced. A host has the tasks that it has a
-head for: encoders mlm, decoders clm, copy, reverse and addition, both classification (which of two markers comes first). Texts
-are those of Python's help. For a seed, all encodings have the same host weights and the same rows in the same order; digests in
-the records say so. Encodings that a host can't have are refused by name, and the rest goes on.
+Models (`--hosts bert llama` by default) are tiny models with random weights (bert, llama, or gpt2) or checkpoints. A model can
+have config options, as in '{"type": "llama", "num_key_value_heads": 2}'. `--hosts checkpoint:all-MiniLM-L6-v2` keeps the
+weights of a checkpoint directory and replaces its positions. `--steps 0` trains nothing.
 
-A YAML file has the flags as keys; a flag of the command line replaces its key. Each finished run has a file in
---output_dir/HOST/runs: a command that was killed goes on where it was, and takes in more hosts, tasks, encodings and seeds.
-compare.txt (one table: mean ± interval over seeds, by length), compare.json and compare.png are written at the end.
+Models run the tasks that they have a head for: encoders run mlm, and decoders run clm, copy, reverse, and addition. Both run
+classification (which of two markers comes first). Texts are from Python's help. For a given seed, all encodings start from the
+same model weights and see the same examples in the same order. Digests in the records confirm this. Unsupported combinations
+are listed with their reasons, and the others run.
+
+A YAML file has the flags as keys. A flag on the command line overrides its key. Each finished run has a file in
+--output_dir/MODEL/runs. If a command is interrupted, the same command resumes it, also with more models, tasks, encodings, and
+seeds. At the end, compare.txt (one table: mean ± interval over seeds, by length), compare.json, and compare.png are written.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are what more cores are for
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: use --processes for more cores
 
 from rich.console import Console
 
@@ -47,19 +49,19 @@ TEST_ROWS = 256
 
 
 def flags_of(description: str | None, tasks: Mapping[str, Task]) -> argparse.ArgumentParser:
-    """The flags of a study; `tasks` are those that it may have, all of them by default."""
+    """The flags of a study. `tasks`: the allowed tasks, all of which are the default."""
     made, setup = flags.parser(description, tasks), Setup()
     add = made.add_argument
-    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="a file with these flags as keys; give it first")
+    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="file with these flags as keys; must come first")
     add("--hosts", nargs="+", default=["bert", "llama"], metavar="NAME|JSON", help="default: bert llama")
     add(
         "--multiples",
         type=positive,
         nargs="+",
         default=[*map(positive, MULTIPLES)],
-        help="test lengths, in L; default: 1 1.5 2 4",
+        help="test lengths as multiples of L; default: 1 1.5 2 4",
     )
-    add("--test_rows", type=at_least(1), default=TEST_ROWS, help=f"of tasks that draw them; default: {TEST_ROWS}")
+    add("--test_rows", type=at_least(1), default=TEST_ROWS, help=f"test examples of tasks that draw them; default: {TEST_ROWS}")
     rates = ", ".join(f"{name}={host.learning_rate}" for name, host in models.HOSTS.items())
     rates += f", checkpoint={hosts.CHECKPOINT_LEARNING_RATE}"
     add("--learning_rate", nargs="+", default=[], metavar="[HOST=]X", help=f"default: {rates}")
@@ -69,7 +71,7 @@ def flags_of(description: str | None, tasks: Mapping[str, Task]) -> argparse.Arg
 
 
 def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """What the command line says replaces what a study file says."""
+    """Parse the command line, which overrides the study file."""
     parser = parser or flags_of(__doc__, COMPARED)
     arguments = parser.parse_args(argv)
     if arguments.study:
@@ -85,7 +87,7 @@ def _is_given(flag: str, argv: list[str] | None) -> bool:
 
 
 def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[str, list[str]]]:
-    """Folder -> study of a host, and host -> tasks that it has no head for. Raises SystemExit for what can't be."""
+    """Directory -> study of a model, and model -> tasks that it has no head for. Raises SystemExit for invalid arguments."""
     common = Setup(
         weight_decay=arguments.weight_decay,
         warmup_steps=arguments.warmup_steps,
@@ -126,7 +128,7 @@ def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[s
 
 
 def tell(studies: dict[Path, Study], left_out: dict[str, list[str]]) -> None:
-    """What is not run, and which weights of checkpoints are new."""
+    """Print what is not run, and which weights of checkpoints are new."""
     for own in studies.values():
         if tasks := left_out[own.label]:
             print(f"{own.label} has no head for {', '.join(tasks)}: other hosts run on", file=sys.stderr)
@@ -149,10 +151,10 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
 
 
 def run(arguments: argparse.Namespace, write: Callable[[Path, list[Part], dict[str, list[str]], dict[str, str]], None]) -> None:
-    """Carry out the studies of the hosts, and let `write` show what all runs so far have measured."""
+    """Carry out the studies of all models, and call `write` with the results of all finished runs."""
     try:
         require_matplotlib()
-    except ImportError as error:  # now, not behind hours of training
+    except ImportError as error:  # before hours of training
         raise SystemExit(str(error)) from None
     flags.begin(arguments)
     studies, left_out = studies_of(arguments)

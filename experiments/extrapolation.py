@@ -1,4 +1,4 @@
-"""Length extrapolation: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
+"""Measure length extrapolation: tiny decoders with every encoding, trained at lengths up to L and tested up to 8 L.
 
     python -m experiments.extrapolation --processes 2 --output_dir extrapolation    # the study of scripts/results, resumable
     python -m experiments.extrapolation --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
@@ -6,13 +6,14 @@
     python -m experiments.extrapolation --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
     python -m experiments.extrapolation --report_only --output_dir OUT
 
-Tasks: copy, reverse and addition of digits (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466), and a language model of
-the bytes of Python's help texts (Press et al., 2022: https://arxiv.org/abs/2108.12409). For a seed, all encodings have the same
-host weights and the same rows in the same order. Answers are scored as wholes (exact match, as greedy decoding would get them)
-and by tokens, the language model by its perplexity. At the end a verdict compares the figures with what the papers found.
+Tasks: copy, reverse, and addition of digits (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466), and language modeling
+on the bytes of Python's help texts (Press et al., 2022: https://arxiv.org/abs/2108.12409). For a given seed, all encodings
+start from the same model weights and see the same examples in the same order. Answers are scored by exact match (as greedy
+decoding would get them) and by token accuracy, and the language model by perplexity. At the end, a verdict compares the figures
+with the papers' findings.
 
-Each finished run has a file in --output_dir/llama/runs: a command that was killed goes on where it was and takes in more tasks,
-encodings and seeds. extrapolation.json, .txt and .png are written there when all runs are done.
+Each finished run has a file in --output_dir/llama/runs. If a command is interrupted, the same command resumes it, also with
+more tasks, encodings, and seeds. When all runs are done, extrapolation.json, .txt, and .png are written to --output_dir.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from hf_posenc.serialization.atomic import write_text
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser, setup = compare.flags_of(__doc__, TASKS), Setup()
     parser.set_defaults(hosts=[setup.host], multiples=[*setup.multiples], test_rows=setup.test_rows)
-    parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    parser.add_argument("--docs_file", type=Path, help="page whose tables between markers are replaced")
     arguments = compare.parse_arguments(argv, parser)
     if len(arguments.hosts) > 1:
         parser.error(f"--hosts {' '.join(arguments.hosts)}: the verdict is of one; compare.py takes several")
@@ -42,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def write(page: Path | None, output: Path, parts: list[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> None:
-    """Tables to the terminal, and all that is shown to files."""
+    """Print the tables, and write the tables, the record, and the figure to files."""
     (part,) = parts
     found = verdict.findings(part.results)
     tables = [several.table(parts), report.learned_table(part.results), several.refused_table(parts)]

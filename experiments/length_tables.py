@@ -1,4 +1,4 @@
-"""What eval_length.py measured, as tables."""
+"""The results of eval_length.py as tables."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ ByLength = dict[int, dict[str, Perplexity]]
 
 
 def level(task: str, settings: dict[str, Any]) -> float:
-    """The metric of a task for a random order."""
+    """The metric of a task for a random ranking."""
     return chance(settings["candidates" if task.startswith("needle") else "documents"])[METRICS[task] == "mrr"]
 
 
 def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> list[rich.table.Table]:
-    """One table for each task: the metric, and below it the difference to the baseline with its 95% interval."""
+    """One table per task: the metric, and below it the difference from the baseline with its 95% interval."""
     made = []
     baseline, scores = settings["baseline"], found.scores()
     differences = found.differences(baseline) if scores else {}

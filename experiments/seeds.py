@@ -1,10 +1,10 @@
-"""Fine-tune several models with several seeds each, all else equal, and print the mean metrics with their intervals.
+"""Fine-tune several models with several seeds each, all else equal, and print the mean metrics with intervals.
 
     python -m experiments.seeds MiniLM=MODEL MiniLM-ALiBi=demo_output/minilm-alibi --seeds 0 1 2 --output_dir seeds -- \\
         --train_file reviews/train.csv --validation_file reviews/validation.csv …        # the flags of finetune.py
 
-Intervals are Student's 95 % intervals of the mean over seeds: they tell how far a run depends on its seed, not how far the
-validation rows stand for others. Runs that are finished already are not run again.
+The intervals are Student's 95% intervals of the mean over seeds. They indicate how much a run depends on its seed, not how well
+the validation examples represent others. Finished runs are not repeated.
 """
 
 import argparse

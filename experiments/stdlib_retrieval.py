@@ -1,6 +1,6 @@
-"""Retrieval over the standard library's documentation (stdlib_corpus): a module's one-line summary is to find it.
+"""Retrieval over the standard library's documentation (stdlib_corpus): a one-line summary must find its module.
 
-Embeddings are mean-pooled over real tokens.
+Embeddings are mean-pooled over non-padding tokens.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hf_posenc.evaluation.stdlib_corpus import Module, split
 
 
 def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:
-    """The model's score on documents cut at `max_seq_length` tokens."""
+    """The model's score on documents truncated at `max_seq_length` tokens."""
     asked, found = embedded(model, tokenizer, split()[0], max_seq_length, title)
     return score(asked @ found.T)
 
@@ -24,24 +24,24 @@ def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title:
 def embedded(
     model: PreTrainedModel, tokenizer: Any, modules: Sequence[Module], max_seq_length: int, title: str = "documents"
 ) -> tuple[Tensor, Tensor]:
-    """The embeddings of the modules' summaries and of their documents, cut at `max_seq_length` tokens."""
+    """The embeddings of the modules' summaries and of their documents, truncated at `max_seq_length` tokens."""
     asked = embed(model, tokenizer, [module.summary for module in modules], max_seq_length, f"{title}: queries")
     return asked, embed(model, tokenizer, [module.document for module in modules], max_seq_length, f"{title}: documents")
 
 
 def bag_of_words(tokenizer: Any, max_seq_length: int) -> Score:
-    """The score of TF-IDF on exactly the text that the models see: the same documents, cut at the same token."""
+    """The score of TF-IDF on exactly the text that the models see: the same documents, truncated at the same token."""
     modules, _ = split()
     documents = [cut(tokenizer, module.document, max_seq_length) for module in modules]
     return score(lexical_similarity([module.summary for module in modules], documents))
 
 
 def long_documents(tokenizer: Any, least: int, count: int, fewer: bool = False) -> list[tuple[str, str]]:
-    """(summary, documentation) of `count` evaluation modules with at least this many tokens.
+    """(summary, documentation) of `count` evaluation modules with at least `least` tokens.
 
-    Where there are too few, neighbouring shorter modules are joined into one document with the summary of the first, so that
-    a cut document still begins with the module of its summary. Where that isn't enough either, `fewer` gives those that there
-    are; else it is a SystemExit.
+    If there are too few, adjacent shorter modules are joined into one document with the summary of the first. A truncated
+    document therefore still begins with the module of its summary. If that isn't enough either, `fewer` returns the available
+    ones. Without it, a SystemExit is raised.
     """
     modules, _ = split()
     sizes = [len(tokenizer(module.document, verbose=False)["input_ids"]) for module in modules]

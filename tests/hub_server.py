@@ -1,9 +1,9 @@
-"""A small Hub on loopback, for the real huggingface_hub client (HF_HUB_DISABLE_XET=1).
+"""A small Hub on the loopback interface for the real huggingface_hub client (HF_HUB_DISABLE_XET=1).
 
 with serve() as hub:
-    ...                      # a process with HF_ENDPOINT=hub.endpoint and HF_TOKEN=TOKEN pushes and loads
+    ...                      # a process with HF_ENDPOINT=hub.endpoint and HF_TOKEN=TOKEN pushes and loads models
     hub.repos["me/model"].commits[-1].files["config.json"]
-    hub.faults.append(Fault("POST .*/me/model/commit/", refuse(503), times=2))
+    hub.faults.append(Fault("POST .*/me/model/commit/", cut, times=2))
 """
 
 import base64
@@ -27,7 +27,7 @@ LFS = (".safetensors", ".bin", ".pt", ".png")
 
 
 class Refusal(Exception):
-    """An answer other than 200: status, X-Error-Code (what the client turns into an exception), X-Error-Message."""
+    """A response other than 200: status, X-Error-Code (which the client converts to an exception), and X-Error-Message."""
 
     def __init__(self, status, message, code=None, body=None, **headers):
         super().__init__(message)
@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 @dataclass
 class Commit:
-    """parent: sha of the commit before, as the client named it; empty where it named none."""
+    """A commit. parent: SHA of the parent commit that the client specified, or empty."""
 
     message: str
     files: dict[str, bytes]
@@ -53,8 +53,12 @@ class Commit:
 
 @dataclass
 class Repo:
-    """commits: those of main. branches: all lines of commits by name, pull requests as refs/pr/N. gated: its files are for
-    its owner alone."""
+    """A repository.
+
+    gated: whether only its owner can read its files.
+    commits: the commits of main.
+    branches: commits of all branches by name. Pull requests are named refs/pr/N.
+    """
 
     private: bool = False
     gated: bool = False
@@ -65,7 +69,7 @@ class Repo:
         self.branches = {"main": self.commits}
 
     def at(self, revision):
-        """The commit that a branch, a pull request, a tag or a sha names."""
+        """The commit of a branch, pull request, tag, or SHA."""
         if revision in self.branches:
             return self.branches[revision][-1]
         known = {commit.sha: commit for line in self.branches.values() for commit in line} | self.tags
@@ -76,8 +80,13 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What happens instead of the answer to a request, so many times. `on` is searched in "METHOD path body"; `act` gets the
-    handler and the answer. unread: before the request's body is read, and `on` is searched in "METHOD path "."""
+    """An action that replaces the responses to matching requests.
+
+    on: regular expression, searched in "METHOD path body".
+    act: function of the handler and the answer.
+    times: number of requests.
+    unread: whether it acts before the request's body is read. Then `on` is searched in "METHOD path ".
+    """
 
     on: str
     act: Callable
@@ -93,30 +102,30 @@ def refuse(status, message="not now", code=None, body=None, **headers):
 
 
 def cut(handler, answer):
-    """The connection ends before the answer."""
+    """Close the connection before the request is processed."""
     handler.close_connection = True
 
 
 def lose_reply(handler, answer):
-    """What was asked for is done, and the connection ends before the reply."""
+    """Process the request, and close the connection before the response."""
     handler.wfile, wire = io.BytesIO(), handler.wfile
     answer()
     handler.wfile, handler.close_connection = wire, True
 
 
 def stall(handler, answer):
-    """Nothing comes for as long as the Hub is there."""
+    """Send nothing until the server closes."""
     handler.server.closing.wait()
     handler.close_connection = True
 
 
 def silent(handler, answer):
-    """The same without waiting, for a client with a clock of its own (hub_worker.without_waiting)."""
+    """Like `stall`, but without waiting, for a client with a simulated clock (hub_worker.without_waiting)."""
     handler.reply(b"", headers={"X-Silent": "yes"})
 
 
 def silent_after(handler, answer):
-    """What was asked for is done, and no reply comes."""
+    """Process the request, and send no response."""
     handler.wfile, wire = io.BytesIO(), handler.wfile
     answer()
     handler.wfile = wire
@@ -124,7 +133,7 @@ def silent_after(handler, answer):
 
 
 def trickle(handler, answer):
-    """The reply comes one byte after another, never silent for long."""
+    """Send the response byte by byte, without long pauses."""
     handler.wfile, wire = io.BytesIO(), handler.wfile
     try:
         answer()
@@ -139,12 +148,12 @@ def trickle(handler, answer):
 
 
 def say(content, status=200, **headers):
-    """An answer with some other content."""
+    """Respond with other content."""
     return lambda handler, answer: handler.reply(content, status, headers)
 
 
 def garble(value):
-    """The answer, with other things for all values of its JSON."""
+    """Respond with all values of the JSON replaced."""
 
     def garbled(given):
         if isinstance(given, dict):
@@ -162,7 +171,7 @@ def garble(value):
 
 
 def with_foreign_commit(then, repo_id):
-    """Before that, somebody else commits notes.txt."""
+    """Before `then`, add someone else's commit of notes.txt."""
 
     def act(handler, answer):
         repo = handler.server.repos[repo_id]
@@ -181,12 +190,12 @@ def git_sha(content):
 
 
 def oid(path, content):
-    """What the client compares its own file with: sha256 of LFS content, git's sha1 of anything else."""
+    """The hash that the client compares with its file: SHA-256 of LFS content, or git's SHA-1 of other content."""
     return hashlib.sha256(content).hexdigest() if path.endswith(LFS) else git_sha(content)
 
 
 def described(path, content, sha256="sha256"):
-    """A file's size and its id in git; for LFS content also its own, under the name that the route has for it."""
+    """A file's size and git ID. LFS content also has its SHA-256, under the key that the route uses."""
     if not path.endswith(LFS):
         return {"size": len(content), "oid": git_sha(content)}
     digest = hashlib.sha256(content).hexdigest()
@@ -196,19 +205,24 @@ def described(path, content, sha256="sha256"):
 
 
 class Hub(ThreadingHTTPServer):
-    """repos: by id. blobs: uploaded LFS content by repo and sha256. log: "METHOD path" of every request, in order.
-    part_size: LFS content beyond it comes in parts of so many bytes."""
+    """The server.
+
+    repos: repositories by ID.
+    blobs: uploaded LFS content by repository and SHA-256.
+    log: "METHOD path" of every request, in order.
+    part_size: maximum bytes per upload. Larger LFS content is uploaded in parts of this size.
+    """
 
     def __init__(self, part_size):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos, self.blobs, self.log, self.faults, self.part_size = {}, {}, [], [], part_size
         self.lock, self.closing = threading.Lock(), threading.Event()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
-        # LFS content is on another host: the client follows redirects on the same one, and would lose X-Repo-Commit.
+        # LFS content has another hostname. The client follows redirects to the same one, and would lose X-Repo-Commit.
         self.cdn = f"http://localhost:{self.server_port}/cdn"
 
     def handle_error(self, request, client_address):
-        """Says nothing of clients that have gone."""
+        """Ignore disconnected clients."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -216,7 +230,7 @@ class Hub(ThreadingHTTPServer):
 @contextlib.contextmanager
 def serve(part_size=1 << 20):
     with Hub(part_size) as hub:
-        threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()  # looks so often whether to end
+        threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()  # polling interval for shutdown
         try:
             yield hub
         finally:
@@ -225,11 +239,11 @@ def serve(part_size=1 << 20):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers what ROUTES has, anything else with 501."""
+    """Answers the requests in ROUTES, and responds to others with 501."""
 
     server: Hub
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are written one after the other: 40 ms else, for each answer
+    disable_nagle_algorithm = True  # headers and body are written separately, which would cost 40 ms per response
 
     def log_message(self, *_):
         pass
@@ -247,11 +261,11 @@ class Handler(BaseHTTPRequestHandler):
             fault.act(self, answer) if fault else answer()
         except Refusal as refusal:
             self.reply(refusal.body, refusal.status, refusal.headers)
-        except ConnectionError:  # the client has gone
+        except ConnectionError:  # the client has disconnected
             self.close_connection = True
 
     def fault(self, body, unread=False):
-        """The first fault that is still to happen to this request."""
+        """The first remaining fault that matches this request."""
         with self.server.lock:
             for fault in self.server.faults:
                 if fault.times and fault.unread == unread and re.search(fault.on, f"{self.command} {self.path} {body}"):
@@ -271,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
             answer(self, *arguments)
 
     def reply(self, content, status=200, headers=None):
-        """bytes as they are, anything else as JSON; no body to a HEAD."""
+        """Send bytes unchanged and other content as JSON. HEAD requests get no body."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():

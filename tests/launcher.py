@@ -1,6 +1,6 @@
-"""Runs of the scripts, and of code, in processes of their own, forked from one that has imported what takes seconds.
+"""Run scripts and code in separate processes, forked from a process that has already imported slow libraries.
 
-A run of a script may be several processes (gloo), be killed with SIGKILL at a given call, or be forbidden to write large files.
+A script can run in several processes (gloo), be killed with SIGKILL at a specified call, or have a file size limit.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLACES = (ROOT, ROOT / "tests")
-"""Of modules, for code. Scripts find more."""
+"""Module search paths for code. Scripts have one more."""
 HOSTS = ("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 LEVELS = {
     "torch": ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
@@ -29,12 +29,15 @@ LEVELS = {
     "libraries": ("transformers.generation", "accelerate", "sentence_transformers", "pytest", *HOSTS),
     "scripts": ("finetune", "train_mlm", "train_clm", "distill", "sharded", "torch.utils.tensorboard"),
 }
-"""What a process finds imported, at each level also what those before have: at first only what reads no setting of Hugging
-Face's libraries, then other libraries, then the scripts and this repository's modules."""
+"""Level -> already imported modules, in addition to those of previous levels.
+
+The first level contains only modules that read no settings of Hugging Face libraries. The second one adds other libraries, and
+the third one adds the scripts and this repository's modules.
+"""
 
 
 class Launcher:
-    """The forking processes, one for each level that is used, as their parent sees them."""
+    """The client of the fork servers. There is one server for each used level."""
 
     def __init__(self):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -44,7 +47,7 @@ class Launcher:
         )
 
     def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, poison=True, **environment):
-        """Run a script's main; (exit codes, what the processes said). `kill` is ("module.name", n): at its n-th call."""
+        """Run a script's `main`. Returns (exit codes, output). `kill` is ("module.name", n), for the n-th call."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -54,8 +57,10 @@ class Launcher:
         return done["codes"], done["said"]
 
     def run(self, code, *arguments, level, timeout, **settings):
-        """Run code as `python -c` does, in the folder and the environment of this process with `settings` over it; (exit
-        code, what it printed, and on standard error)."""
+        """Run code like `python -c`, in the working directory and environment of this process. `settings` override the latter.
+
+        Returns (exit code, standard output, standard error).
+        """
         job = {"code": code, "arguments": list(map(str, arguments)), "processes": 1, "timeout": timeout, "level": level}
         places = os.pathsep.join(map(str, PLACES))
         environment = {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1", **settings}
@@ -69,17 +74,17 @@ class Launcher:
         return json.loads(self.process.stdout.readline())
 
     def close(self):
-        with self.process:  # closes its pipes, which ends it
+        with self.process:  # closes its pipes, which terminates it
             pass
 
 
 def serve(jobs, answer, level, *later):
-    """Do the jobs of a level, each in forks of this process; those of later levels go to a fork which serves them."""
+    """Run the jobs of a level in forks of this process. A forked server runs the jobs of later levels."""
     for name in LEVELS[level]:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
-        remote_code.files("hf_posenc.modeling.derived", [], None)  # as it keeps them for the next save
+        remote_code.files("hf_posenc.modeling.derived", [], None)  # fills its cache for the next save
     gc.freeze()
     behind = None
     for job in jobs:
@@ -95,7 +100,7 @@ def serve(jobs, answer, level, *later):
 
 
 def fork_server(levels):
-    """A process that serves these levels: the connection to it."""
+    """Fork a server for these levels. Returns the connection to it."""
     ours, theirs = multiprocessing.Pipe()
     if os.fork():
         theirs.close()
@@ -106,7 +111,7 @@ def fork_server(levels):
 
 
 def done(job):
-    """What came of the processes of a job."""
+    """Run the processes of a job. Returns their exit codes and output."""
     folder = Path(tempfile.mkdtemp())
     children = {start(job, rank, folder): rank for rank in range(job["processes"])}
     codes = [0] * job["processes"]
@@ -114,7 +119,7 @@ def done(job):
     while waiting:
         child, status = os.wait()
         codes[waiting.pop(child)] = os.waitstatus_to_exitcode(status)
-        if status:  # as torchrun does: one is down, all are
+        if status:  # like torchrun: if one process fails, kill all
             for other in waiting:
                 os.kill(other, signal.SIGKILL)
     said, errors = ("".join(file.read_text() for file in sorted(folder.glob(f"*.{end}"))) for end in ("said", "errors"))
@@ -123,13 +128,13 @@ def done(job):
 
 
 def start(job, rank, folder):
-    """Fork; the child's number. What a script says is one text, of code in two."""
+    """Fork a process. Returns its ID. Scripts have one output file, and code has one each for standard output and error."""
     if child := os.fork():
         return child
     code, recording = 1, record(job["test"])
     try:
-        # In a fork torch makes its pool of threads anew at the first call, which isn't for several threads at once, in which
-        # Transformers loads weights: one would find the pool gone ("Invalid thread pool!").
+        # In a fork, torch creates its thread pool again at the first call, which isn't thread-safe. Transformers loads weights
+        # in several threads, and one of them would find no pool ("Invalid thread pool!").
         sys.modules["torch"].set_num_threads(1)
         with (folder / f"{rank}.said").open("w") as said, (folder / f"{rank}.errors").open("w") as errors:
             os.dup2(said.fileno(), 1)
@@ -140,13 +145,13 @@ def start(job, rank, folder):
     finally:
         if recording:
             recording.stop()
-            with contextlib.suppress(Exception):  # of a process that may write small files alone
+            with contextlib.suppress(Exception):  # fails in processes with a file size limit
                 recording.save()
         os._exit(code)
 
 
 def record(test):
-    """Begin to record which lines this process runs for a test, if pytest-cov does so: `tools/mutate.py` asks for that."""
+    """Start to record the lines that this process runs for a test, if pytest-cov does so for `tools/mutate.py`."""
     if not (file := os.environ.get("COVERAGE_FILE")):
         return None
     from coverage import Coverage
@@ -166,7 +171,7 @@ def run_code(job):
     ours = {str(place) for place in (*PLACES, ROOT / "scripts")}
     sys.path[:] = ["", *job["environment"]["PYTHONPATH"].split(os.pathsep), *(place for place in sys.path if place not in ours)]
     with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # in place of the jobs
+        os.dup2(nothing.fileno(), 0)  # instead of the job queue
     signal.alarm(job["timeout"])
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["-c", *job["arguments"]]
@@ -194,7 +199,7 @@ def run(job, rank):
 
 
 def _code_of(run):
-    """The exit code of a process that does this alone."""
+    """The exit code of a process that only calls `run`."""
     try:
         run()
     except SystemExit as stop:
@@ -209,7 +214,7 @@ def _code_of(run):
 
 
 def kill_at(path, number):
-    """Let this process be killed at the n-th call of what is named: before it does anything."""
+    """Kill this process at the n-th call of the named function, before the function runs."""
     owner, name = path.rsplit(".", 1)
     try:
         owner = importlib.import_module(owner)
@@ -231,5 +236,5 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    os.fsync = lambda file: None  # a process that is killed loses nothing by it, and it is half of a run's time
+    os.fsync = lambda file: None  # killed processes lose nothing without it, and it takes half of the time
     serve(map(json.loads, sys.stdin), lambda done: print(json.dumps(done), flush=True), *LEVELS)

@@ -1,4 +1,4 @@
-"""The hosts and encodings that tests run over: every tiny config once, and the models made of them."""
+"""The architectures and encodings of the tests: each tiny config once, and the models created from them."""
 
 import functools
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from hf_posenc._compat import takes_argument
 from tools.hosts.tiny import sizes_of
 
 LENGTH = 24
-"""The longest length of every host, in tokens."""
+"""The maximum length of every model, in tokens."""
 BERT = dict(
     hidden_size=32,
     num_hidden_layers=2,
@@ -25,7 +25,7 @@ BERT = dict(
     pad_token_id=0,
 )
 CACHE = "cache" if takes_argument(masking_utils.create_causal_mask, "cache") else "past_key_values"
-"""The argument of models for a cache: renamed in Transformers 5.24."""
+"""The name of the cache argument of models, which was renamed in Transformers 5.24."""
 LLAMA = dict(BERT, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
 DECODER: dict[str, Any] = dict(
     head="ForCausalLM",
@@ -35,25 +35,29 @@ DECODER: dict[str, Any] = dict(
     block="self_attn",
     no_dropout={"attention_dropout": 0.0},
 )
-"""How decoders with rotary positions are laid out."""
+"""The structure of decoders with RoPE."""
 ROBERTA = dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A tiny model of one architecture, and the facts about it by which tests choose their hosts and arguments.
+    """A tiny model of one architecture, and the facts by which tests select models and arguments.
 
-    prefix: of its class names. sizes: arguments of its config. head: suffix of its language model's class.
-    head_prefix: of the names of classes with a head, where it is another.
-    offset: position id of the first token.
-    causal: a decoder, in which tokens see those before them, with a key-value cache.
-    tables, biases: its own position parameters, by their path in the base model: tables of absolute positions, and of
-        relative biases. A host with neither gets its positions in another way.
-    layers: path of its layers in the base model. block: path of the attention block in a layer.
-    one_layer: changes of the config that leave one layer. no_dropout: changes that turn all dropout off.
-    written_out: computes its attention beside Transformers' attention interface.
-    own_rows: the weights of its attentions don't sum up to 1.
-    kind: encoder, decoder, encoder-decoder, vision or audio.
+    prefix: prefix of its class names.
+    sizes: arguments of its config.
+    head: suffix of its language model's class name.
+    head_prefix: prefix of the names of classes with a head, if it differs.
+    offset: position ID of the first token.
+    causal: whether it is a decoder, in which tokens attend to previous tokens, with a KV cache.
+    tables, biases: paths of its absolute position embeddings and its relative biases in the base model. Models with neither
+        have other positional components.
+    layers: path of its layers in the base model.
+    block: path of the attention block in a layer.
+    one_layer: config changes that leave one layer.
+    no_dropout: config changes that disable all dropout.
+    `written_out`: whether it has custom attention code, without Transformers' attention interface.
+    own_rows: whether its attention weights don't sum to 1.
+    kind: encoder, decoder, encoder-decoder, vision, or audio.
     """
 
     prefix: str
@@ -128,7 +132,7 @@ HOSTS = {
     ),
 }
 WINDOW = 6
-"""The sliding window of hosts that have one."""
+"""The sliding window of models that have one."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 SLIDING = dict(sliding_window=WINDOW)
 ALTERNATE = dict(SLIDING, layer_types=["sliding_attention", "full_attention"])
@@ -182,7 +186,7 @@ ROTARY_HOSTS = {
     "llama4": _rotary("Llama4Text", "Llama4", no_rope_layers=[1, 0], **EXPERTS, **CHUNKED),
     "exaone4": _rotary("Exaone4", **ALTERNATE),
 }
-"""Decoders and encoders with rotary positions."""
+"""Decoders and encoders with RoPE."""
 BART: dict[str, Any] = dict(
     d_model=32,
     **{f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in dict(layers=2, attention_heads=4).items()},
@@ -236,7 +240,7 @@ PAIR_HOSTS = {
     "mt5": _pair("MT5", T5),
     "switch": _pair("SwitchTransformers", T5, **MIXED),
 }
-"""Encoders with their decoders."""
+"""Encoder-decoders."""
 WAVE = dict(
     layerdrop=0.0,
     conv_dim=(16, 16),
@@ -253,7 +257,7 @@ QUIET = dict(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, 
 
 
 def sensed(prefix, kind="vision", **sizes):
-    """An encoder of images or sounds, with the sizes of `tools/hosts/tiny.py`, or with others."""
+    """An image or audio encoder with the sizes of `tools/hosts/tiny.py`. `sizes` override them."""
     sizes = sizes_of(getattr(transformers, f"{prefix}Config")) | sizes
     head = "" if prefix.endswith("Encoder") else "Model"
     return Host(prefix, sizes, head, tables=(), no_dropout=QUIET if kind == "audio" else {}, kind=kind)
@@ -289,10 +293,10 @@ AUDIO_HOSTS = {
     "parakeet": sensed("ParakeetEncoder", "audio", **MEL),
 }
 SENSED_HOSTS = {**VISION_HOSTS, **AUDIO_HOSTS}
-"""Encoders of images and of sounds."""
+"""Image and audio encoders."""
 SINCE = {"wav2vec2-bert": "5.16", "wav2vec2-bert-relative": "5.16", "umt5": "5.18"}
-"""The first release of Transformers in which a host's attention can be replaced, or (UMT5) stock models with a cache compute
-what they do without one."""
+"""The first Transformers release in which an architecture's attention can be replaced. For UMT5, it is the first one in which
+the original model gives the same output with and without a cache."""
 INSTALLED = Version(transformers.__version__)
 ALL_HOSTS = {
     name: host
@@ -307,15 +311,15 @@ ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 REGISTERED = hf_posenc.list_encodings()
 GRIDS = tuple(name for name, kind in REGISTERED.items() if kind.axes > 1)
-"""Encodings of rows and columns, which no host here has."""
+"""Encodings of rows and columns, which these tests don't use."""
 ENCODINGS = tuple(name for name in REGISTERED if name not in GRIDS)
-"""Every other encoding, by name."""
+"""All other encodings, by name."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
-"""An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
+"""An encoding for each mechanism: additive, rotation, distance bias, and content bias."""
 VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
-"""Every encoding, and compositions of several."""
+"""All encodings, and some compositions."""
 UNORDERED = ("logn", "none")
-"""Encodings that tell no order."""
+"""Encodings that don't represent order."""
 CONFIGURED: dict[str, dict[str, Any]] = {
     "kerple, power, per layer": {"type": "kerple", "kernel": "power", "per_layer": True},
     "alibi, one side, learned": {"type": "alibi", "sides": "asymmetric", "slopes": "learned", "per_layer": True},
@@ -333,40 +337,43 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "rope, yarn": {"type": "rope", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     "rope_2d, mixed": {"type": "rope_2d", "frequencies": "mixed", "per_layer": True},
 }
-"""Encodings with options, by a name of their own."""
+"""Encodings with options, by custom names."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "logn": {"trained_length": 5, "scale": "learned"},
     "rope+logn": {"logn__trained_length": 5},
     "fope": {"trained_length": LENGTH},
     "self_extend": {"trained_length": LENGTH},
 }
-"""Options by which an encoding acts on the short inputs of tests, where those by default would not, and in every host, also
-one whose own positions have no length."""
+"""Options with which an encoding affects the short inputs of tests, unlike its defaults. They also work in models without a
+length limit."""
 
 
 def slow(*values):
-    """A combination much like others, for `make test-all`."""
+    """Parameters similar to others, which only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def suits(host, encoding):
-    """Whether an encoding can act in a host: not one for decoders in an encoder, nor one for images."""
-    if (host, encoding) == ("gemma2", "self_extend"):  # which corrects scores, and the host caps them before
+    """Whether a model supports an encoding. Encoders don't support those for decoders, and none supports those for images."""
+    if (host, encoding) == ("gemma2", "self_extend"):  # self_extend corrects scores, but Gemma 2 caps them before
         return False
     parts = [REGISTERED[part] for part in encoding.split("+") if part in REGISTERED]
     return not any(part.axes > 1 or (part.causal_only and not ALL_HOSTS[host].causal) for part in parts)
 
 
 def spec_of(encoding):
-    """An encoding as `patch` takes it, with the options that tests give it."""
+    """An encoding as an argument of `patch`, with its options in tests."""
     if encoding in OPTIONS:
         return {"type": encoding, **OPTIONS[encoding]}
     return CONFIGURED.get(encoding, encoding)
 
 
 def pairs(hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2")):
-    """Hosts × encodings as parameters of a test. Those of `make test`: every encoding on one of the hosts in `on`, by turns,
-    and every host with all ways to act in one composition. The others are slow."""
+    """All pairs of models and encodings as parameters of a test.
+
+    `make test` runs every encoding with one of the models in `on`, in turn, and every model with ALL_WAYS. Other pairs are
+    slow.
+    """
     run = {(host, ALL_WAYS) for host in hosts}
     for turn, encoding in enumerate(encodings):
         suited = [host for host in on if host in hosts and suits(host, encoding)]
@@ -380,7 +387,7 @@ def pairs(hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2")):
 
 
 def in_turn(parameters, *values):
-    """Parameters and one more, each with every value, of which `make test` runs one with each, by turns."""
+    """Parameters combined with every value of another one. `make test` runs each with only one value, in turn."""
     chosen, found = 0, []
     for each in parameters:
         for number, value in enumerate(values):
@@ -391,7 +398,7 @@ def in_turn(parameters, *values):
 
 
 def by_structure(hosts):
-    """Hosts as parameters of a test, those slow whose layers are built as those of one before."""
+    """Models as parameters of a test. Those with the same layer structure as an earlier one are slow."""
     seen, parameters = [], []
     for name in hosts:
         host = HOSTS[name]
@@ -405,7 +412,7 @@ VOCABULARY = 61
 
 
 def randomize(model, std=0.3, seed=0):
-    """Draw all parameters anew, so that nothing stays at a start value which would hide a fault."""
+    """Draw all parameters again, so that none keeps an initial value that would hide a fault."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -414,7 +421,7 @@ def randomize(model, std=0.3, seed=0):
 
 
 def randomize_encoding(model, seed=1):
-    """Draw the encoding's own parameters from N(0, 1)."""
+    """Draw the encoding's parameters from N(0, 1)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -424,7 +431,7 @@ def randomize_encoding(model, seed=1):
 
 
 def stock(host, head="Model", seed=0, **changes):
-    """A tiny random model of a host (a name in HOSTS, or a Host), in eval mode, with weights changed after init."""
+    """A tiny model of an architecture (a name or a `Host`), in eval mode, with random weights."""
     host = ALL_HOSTS[host] if isinstance(host, str) else host
     config = getattr(transformers, f"{host.prefix}Config")(**{"vocab_size": VOCABULARY, **host.sizes, **changes})
     prefix = host.prefix if head == "Model" else host.head_prefix or host.prefix
@@ -439,19 +446,21 @@ def stock(host, head="Model", seed=0, **changes):
 
 
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
-    """The same, patched, the encoding's parameters drawn from N(0, 1)."""
+    """The model of `stock`, patched. The encoding's parameters are drawn from N(0, 1)."""
     encoding = spec_of(encoding) if isinstance(encoding, str) else encoding
     return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length))
 
 
 def as_itself(model, host, max_length=None):
-    """A stock model patched with its own positions: its table as a learned encoding, its relative biases as T5's, its
-    rotation as rope's."""
+    """An original model patched with its original positions.
+
+    Position embeddings become a learned encoding, relative biases become T5's, and rotations become `rope`.
+    """
     if host in ROTARY:
         parameters = model.config.rope_parameters
         if "rope_theta" in parameters:
             return hf_posenc.patch(model, "rope", theta=parameters["rope_theta"], max_length=max_length)
-        kinds = sorted(parameters)  # one rope for each type of layer
+        kinds = sorted(parameters)  # one rope per layer type
         options = {"max_length": max_length}
         for part, kind in zip(("rope", "rope_2"), kinds, strict=True):
             options[f"{part}__theta"] = parameters[kind]["rope_theta"]
@@ -467,7 +476,7 @@ def as_itself(model, host, max_length=None):
 
 
 def backends(model):
-    """The attention implementations a model can run with here."""
+    """The attention implementations that a model supports in tests."""
     return ("eager", "sdpa") if model._supports_sdpa else ("eager",)
 
 
@@ -481,15 +490,17 @@ def first(output):
 
 
 def tiny(name, seed=0, **changes):
-    """A tiny random model of any class of Transformers (`tiny("BartModel", pad_token_id=None)`), in eval mode, with weights
-    changed after init. Sizes are those of `tools/hosts/tiny.py`, and `changes` of its config."""
+    """A tiny model of any Transformers class, in eval mode, with random weights.
+
+    Its config has the sizes of `tools/hosts/tiny.py`, and `changes`. Example: `tiny("BartModel", pad_token_id=None)`.
+    """
     kind = getattr(transformers, name)
     torch.manual_seed(seed)
     return randomize(kind(tiny_config(name, **changes)), seed=seed).eval()
 
 
 def tiny_config(name, **changes):
-    """The config of `tiny`, for a class of models."""
+    """The config of `tiny` for a model class."""
     kind = getattr(transformers, name).config_class
     return kind(**{**sizes_of(kind), **changes})
 
@@ -498,7 +509,7 @@ _shared = []
 
 
 def _state(model):
-    tensors = [each._version for each in model.state_dict(keep_vars=True).values()]  # hosts replace what they can make again
+    tensors = [each._version for each in model.state_dict(keep_vars=True).values()]  # models can replace derived tensors
     flags = [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     config = model.config._attn_implementation, repr(getattr(model.config, "position_encoding", None))
     return tensors, flags, [each.requires_grad for each in model.parameters()], config, type(model)
@@ -506,7 +517,7 @@ def _state(model):
 
 @functools.cache
 def shared(host, encoding=None, head="Model", max_length=None):
-    """What `stock` and `patched` give, made once: to be read, not changed. A module of tests which changes one fails."""
+    """The cached models of `stock` and `patched`, which must not be changed. A test module that changes one fails."""
     model = stock(host, head) if encoding is None else patched(host, encoding, head, max_length=max_length)
     _shared.append((model, _state(model)))
     return model

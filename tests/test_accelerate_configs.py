@@ -1,4 +1,4 @@
-"""The launch configurations of scripts/accelerate: Accelerate reads them, and starts what they say."""
+"""The launch configurations of scripts/accelerate: Accelerate can read them, and starts the processes that they define."""
 
 import os
 import re
@@ -24,7 +24,7 @@ CONFIGS = {"cpu", "multi_gpu", "multi_node", "fsdp2", "zero2", "zero3"}
 
 
 def launched(name, *options):
-    """The arguments that Accelerate's launcher makes of a configuration."""
+    """The arguments that Accelerate's launcher reads from a configuration."""
     parser = launch_command_parser()
     arguments, _, _ = _validate_launch_command(
         parser.parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), *options, "script.py"])
@@ -40,7 +40,7 @@ def test_there_are_no_others():
 def test_accelerate_knows_every_key(name):
     config = load_config_from_file(str(FOLDER / f"{name}.yaml"))
     assert isinstance(config, ClusterConfig) and config.num_processes > 1
-    # Of these two Accelerate takes anything, and leaves aside what it doesn't know.
+    # Accelerate accepts any keys in these two sections, and ignores the unknown ones.
     known = vars(launch_command_parser().parse_args(["script.py"]))
     assert {*config.fsdp_config, *config.deepspeed_config} <= set(known)
     assert f"accelerate launch --config_file scripts/accelerate/{name}.yaml " in (FOLDER / f"{name}.yaml").read_text()
@@ -73,7 +73,7 @@ def test_zero(stage):
 
 @pytest.mark.parametrize("host", sorted(HOSTS))
 def test_derived_classes_name_the_same_layers(host):
-    """What FSDP's wrapping by layers and a device_map go by."""
+    """A derived class names the same layers as the original class. FSDP's layer wrapping and device_map use these names."""
     model = shared(host, "t5", HOSTS[host].head)
     names = set(model._no_split_modules)
     assert names == set(shared(host, head=HOSTS[host].head)._no_split_modules)
@@ -103,7 +103,7 @@ def finished(process):
 
 @pytest.mark.slow
 def test_processes_are_started(tmp_path):
-    """Two by one launcher, and by two launchers, on one machine, a process each."""
+    """One launcher starts two processes. Two launchers on one machine start one process each."""
     (tmp_path / "count.py").write_text(COUNT)
     both = ["<2 cpu 0>", "<2 cpu 1>"]
     assert sorted(finished(start(tmp_path / "count.py", "cpu"))) == both

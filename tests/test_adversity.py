@@ -1,5 +1,8 @@
-"""Models in unusual surroundings: other processes, the code of two versions in one process, v4's checkpoints in other forms,
-hosts with memories, windows and timestamps. What holds for every host and encoding is in `checks/adversarial.py`."""
+"""Models in unusual conditions: other processes, code of two versions in one process, and other forms of v4 checkpoints. Also
+models with memories, windows, and timestamps.
+
+Properties of every model and encoding are tested in `checks/adversarial.py`.
+"""
 
 import json
 import re
@@ -24,7 +27,7 @@ from v4_checkpoints import FAMILIES, KINDS
 
 
 def in_steps(model, ids):
-    """After the first five tokens one by one."""
+    """The logits of the first five tokens at once, and then of one token after another."""
     cache, pieces = DynamicCache(config=model.config), []
     for piece in ids.split((5, *[1] * (ids.shape[1] - 5)), 1):
         output = model(piece, **{CACHE: cache}, use_cache=True)
@@ -38,7 +41,7 @@ def in_steps(model, ids):
 @pytest.mark.parametrize("kind", [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not kind.startswith("posenc-")])
 @torch.no_grad()
 def test_cached_decoding_in_every_model_type(kind):
-    """Where a stock model's own is exact, a patched one's is."""
+    """If cached decoding is exact in the original model, it is exact in the patched model."""
     ids = tokens(2, 10)
     try:
         config = build(kind).config
@@ -77,7 +80,7 @@ def test_models_are_sent_to_other_processes(folders, method):
 
 
 def test_code_of_two_versions_in_one_process(tmp_path):
-    """Each model runs the code that it came with, also within the other's forward pass, as a copy, and saved again."""
+    """Each model runs its own code: also within the forward pass of the other model, as a copy, and after another save."""
     shutil.copytree(ROOT / "tests" / "saved" / "own", tmp_path / "old")
     with zipfile.ZipFile(tmp_path / "old" / "code.zip") as file:
         file.extractall(tmp_path / "old")
@@ -91,14 +94,14 @@ def test_code_of_two_versions_in_one_process(tmp_path):
     assert run_python(code, tmp_path / "old", tmp_path / "new", fresh=True, **environment).endswith("equal\n")
 
 
-# Checkpoints of Transformers v4, of which tests/v4 has the recorded outputs.
+# Checkpoints of Transformers v4. tests/v4 has the recorded outputs.
 
 V4 = ROOT / "tests" / "v4"
 CASES = [(family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("esm", "relative_key_query")]
 
 
 def old(place, family, kind, **changes):
-    """A copy of a checkpoint, its class, the inputs and the output in v4."""
+    """A copy of a checkpoint, its class, the inputs, and the output in v4."""
     folder = place / f"{family}-{kind}"
     shutil.copytree(V4 / family, folder, ignore=shutil.ignore_patterns("expected*"))
     config = json.loads((folder / "config.json").read_text()) | {"position_embedding_type": kind, **changes}
@@ -109,7 +112,7 @@ def old(place, family, kind, **changes):
 
 
 def aged(folder, prefix):
-    """The names of older versions, buffers among the weights, in two files, and a pickle which nobody opens."""
+    """Rewrites the weights with the names of older versions, buffers, and two files. Adds a pickle that nothing may open."""
     weights = load_file(folder / "model.safetensors")
     names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     weights = {re.sub("|".join(names), lambda found: names[found[0]], name): each for name, each in weights.items()}
@@ -124,7 +127,7 @@ def aged(folder, prefix):
 
 @pytest.mark.slow
 def test_old_checkpoints_are_saved_in_their_place(tmp_path):
-    """Of every family: loaded in the form of older versions, saved over it, and loaded with the package and without."""
+    """Each family loads in the form of older versions, is saved over it, and loads with and without the package."""
     (tmp_path / "models").mkdir()
     for family, kind in CASES:
         folder, cls, inputs, output = old(tmp_path / "models", family, kind)
@@ -146,9 +149,9 @@ def test_old_checkpoints_are_saved_in_their_place(tmp_path):
 )
 @torch.no_grad()
 def test_old_checkpoints_are_extended(tmp_path, family, kind):
-    """Distances beyond the last vector get that one, as in a checkpoint which has it that often."""
+    """Distances beyond the last vector use the last vector, as in a checkpoint that repeats it."""
     if family == "bert-generation":
-        return  # it has vectors for its positions, too
+        return  # it also has vectors for its positions
     folder, cls, inputs, output = old(tmp_path, family, kind)
     extended = [hf_posenc.extend(hf_posenc.from_v4(folder, cls), 24), hf_posenc.from_v4(folder, cls, max_length=24)]
     weights = load_file(folder / "model.safetensors")
@@ -175,7 +178,7 @@ def test_old_checkpoints_are_extended(tmp_path, family, kind):
     assert room < 24
 
 
-# XLNet, which reads in any order and keeps memories.
+# XLNet, which predicts in any order and keeps memories.
 
 
 @pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "shaw"])
@@ -211,7 +214,7 @@ def test_windows_of_one_image_say_nothing_of_the_next(encoding):
 @pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "rope"])
 @torch.no_grad()
 def test_masked_patches_keep_their_positions(encoding):
-    """Where the token of a mask is what a patch is, nothing changes."""
+    """Replacing patches by the mask token in the input gives the same output as masking them."""
     stock = tiny("ViTForMaskedImageModeling", image_size=32, patch_size=8)
     model = randomize_encoding(hf_posenc.patch(stock, encoding)).base_model
     chosen, pixels = torch.arange(16).expand(2, -1) % 3 == 0, torch.randn(2, 3, 32, 32)
@@ -222,7 +225,7 @@ def test_masked_patches_keep_their_positions(encoding):
     assert_close(masked, model(pixels)[0])
 
 
-# Whisper, which writes times.
+# Whisper, which predicts timestamps.
 
 FRAMES, TEXT = 40, 20
 WHISPER_MODES = {

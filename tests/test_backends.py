@@ -1,4 +1,4 @@
-"""Implementations of attention, data types, compilation and devices."""
+"""Attention implementations, data types, compilation, and devices."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_upcast_attention(encoding):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_scaling_by_layer(encoding):
-    """Biases are added to scores after the host's own scaling, whatever it is, in both implementations."""
+    """Biases are added to scores after the model's own scaling, in both implementations."""
     model = patched("gpt2", encoding, scale_attn_by_inverse_layer_idx=True)
     model.set_attn_implementation("eager")
     ours = first(model(tokens()))
@@ -40,7 +40,7 @@ def test_scaling_by_layer(encoding):
 
 
 def test_each_mask_gets_the_bias():
-    """A host may give its layers different masks in one forward pass."""
+    """A model may give its layers different masks in one forward pass."""
     module = patched("bert", "alibi").encoder.layer[0].attention.self
     states = torch.zeros(1, 4, 5, 8)
     context = PositionContext(
@@ -58,7 +58,9 @@ def test_each_mask_gets_the_bias():
 
 
 def test_a_backend_that_would_drop_the_bias(monkeypatch):
-    """A kernel without a bias is refused by name and the model stays as it was; rotations need no bias."""
+    """Choosing a kernel without bias support raises an error that names it, and doesn't change the model. Rotations need no
+    bias.
+    """
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
@@ -79,7 +81,7 @@ def test_a_backend_that_would_drop_the_bias(monkeypatch):
 
 @pytest.mark.slow
 @needs_inductor
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # in Transformers' own flex code
 @pytest.mark.parametrize("host", ["bert", "distilbert"])
 @pytest.mark.parametrize("encoding", ["alibi", "relative", "rope", "learned"])
 def test_flex_attention(host, encoding):
@@ -96,7 +98,9 @@ def test_flex_attention(host, encoding):
 @pytest.mark.parametrize("way", ["config", "parent"])
 @torch.no_grad()
 def test_an_implementation_set_by_a_parent(way, monkeypatch):
-    """A model made of patched ones sets their configs itself. A kernel without a bias is refused where it would act."""
+    """A model that contains patched models sets their configs directly. A kernel without bias support raises an error if a bias
+    acts there.
+    """
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", ALL_ATTENTION_FUNCTIONS["sdpa"])
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
     decoder = patched("bert", "alibi", "LMHeadModel", is_decoder=True, add_cross_attention=True)
@@ -124,7 +128,7 @@ def test_an_implementation_set_by_a_parent(way, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_mask_of_integers(implementation):
-    """It would be added to the scores as 0 and 1. A 2-D one is made boolean by Transformers."""
+    """An integer mask would be added to the scores as 0 and 1. Transformers converts a 2-D mask to a boolean mask."""
     model = patched("gpt2", "alibi")
     model.set_attn_implementation(implementation)
     seen = torch.ones(11, 11).tril()[None, None].expand(2, 1, 11, 11)

@@ -1,4 +1,4 @@
-"""The instrument that bench.py measures with: rounds, ratios, memory, what is recorded and shown. No figure is asserted."""
+"""The measurements of bench.py: rounds, ratios, memory, records, and reports. The tests assert no measured figure."""
 
 import json
 import os
@@ -28,7 +28,7 @@ KINDS = ("forward", "train", "decode", "attention", "attention-train")
 
 
 def suited(host):
-    """Those that a host takes, other tests' own among them."""
+    """Encodings that an architecture supports, including those of other tests."""
     return sorted(
         name
         for name, kind in hf_posenc.list_encodings().items()
@@ -37,7 +37,7 @@ def suited(host):
 
 
 def runs(calls, name):
-    """A subject that takes a second in its first round, two in its second, …"""
+    """A subject that takes one second in its first round, two in its second, and so on."""
     calls.append(f"ready: {name}")
 
     def run():
@@ -61,12 +61,12 @@ def test_each_round_runs_every_subject_once_in_another_order():
     assert len({tuple(order) for order in orders}) > 15
     firsts = [order[0] for order in orders]
     assert all(firsts.count(name) < 12 for name in "abcde")
-    # They are drawn from the seed.
+    # The orders are drawn from the seed.
     again, other = [], []
     for found, seed in ((again, 0), (other, 1)):
         timing.interleaved("abcde", lambda name, calls=found: runs(calls, name), rounds=20, warmup=3, seed=seed)
     assert again == calls != other
-    # What was run before is left out.
+    # Warm-up rounds are omitted.
     assert timed.seconds == {name: [float(number) for number in range(4, 24)] for name in "abcde"}
 
 
@@ -94,16 +94,16 @@ def test_a_subject_that_fails_is_left_out_and_the_others_go_on():
 
 @pytest.mark.parametrize(("clock", "counted"), [("wall", True), ("process", False)])
 def test_what_is_clocked(clock, counted):
-    """The subject alone; by the process's clock, only while it computes."""
+    """The wall clock measures only the subject. The process clock measures only the time that the subject computes."""
     seconds = timing.clocked(lambda: time.sleep(0.05), clock=clock, after=lambda: time.sleep(0.3))()
     assert (0.05 <= seconds < 0.3) if counted else seconds < 0.05
 
 
 def test_ratios_are_taken_within_rounds():
-    """A machine that gets ten times slower changes the times, not the ratio."""
+    """If a machine gets ten times slower, the times change, but not the ratio."""
     found = ratio([2.0, 4.0, 20.0, 10.0], [1.0, 2.0, 10.0, 5.0])
     assert (found.value, found.interval, found.rounds) == (2.0, (2.0, 2.0), 4)
-    assert ratio([1.0, 10.0, 3.0], [1.0, 5.0, 6.0]).value == 1.0  # that of the medians would be 0.6
+    assert ratio([1.0, 10.0, 3.0], [1.0, 5.0, 6.0]).value == 1.0  # the ratio of the medians would be 0.6
     with pytest.raises(ValueError, match="3 and 2 rounds"):
         ratio([1.0, 1.0, 1.0], [1.0, 1.0])
 
@@ -126,7 +126,7 @@ def test_the_peak_of_a_known_allocation():
         first = torch.ones(1000, 1000)  # 4 MB
         second = torch.ones(500, 1000)  # 2 MB
         del first
-        third = torch.ones(250, 1000)  # 1 MB, in the place of the first
+        third = torch.ones(250, 1000)  # 1 MB, in place of the first
         return second.sum() + third.sum() + before.sum()
 
     with Peak() as peak:
@@ -172,7 +172,7 @@ def test_every_registered_encoding_is_measured(monkeypatch):
 )
 @pytest.mark.slow
 def test_a_record(kind, host):
-    """Of every subject time, ratios to stock and none, peak memory; it can be written as JSON and shown."""
+    """A record has each subject's time, ratios to `stock` and `none`, and peak memory. It can be written as JSON and shown."""
     group = Group(kind, 9, **SMALL, host=host)
     record = measuring.measure(group, FEW)
     assert json.loads(json.dumps(record)) == record and record["rounds"] == 2 and record["length"] == 9
@@ -204,12 +204,12 @@ def test_subjects_share_the_parameters_of_the_stock_model():
     model = subjects.stock(group, FEW)
     new = subjects.patched(model, "relative", group, FEW)
     assert new.get_input_embeddings().weight is model.get_input_embeddings().weight
-    assert 0.03 < new.posenc.weight.std() < 0.07  # a bias of zeros may take another way
+    assert 0.03 < new.posenc.weight.std() < 0.07  # a bias of zeros may use another implementation
 
 
 @pytest.mark.parametrize("kind", ["attention", "attention-train"])
 def test_attention_alone_is_what_the_model_calls(kind):
-    """The rest of the model isn't timed, and the functions are left as they were."""
+    """The rest of the model isn't timed, and the attention functions are restored."""
     group = Group(kind, 12, **SMALL)
     before = dict(ALL_ATTENTION_FUNCTIONS)
     model = subjects.patched(subjects.stock(group, FEW), "t5", group, FEW)
@@ -234,7 +234,7 @@ def test_attention_alone_computes_its_gradients():
 
 
 def test_the_formula_of_v4():
-    """Against loops over all pairs, in float64."""
+    """v4's formula equals loops over all pairs in float64."""
     group = Group("attention", 5, **SMALL)
     model = v4.RelativeKey.of(subjects.stock(group, FEW), group.length)
     module = model.encoder.layer[0].attention.self
@@ -251,7 +251,7 @@ def test_the_formula_of_v4():
 
 
 def test_the_memory_of_attention_alone():
-    """v4's formula gathers a vector for each pair of tokens, and has scores and weights for each head beside it."""
+    """v4's formula gathers a vector for each pair of tokens, and also has scores and weights for each head."""
     group = Group("attention", 64, **SMALL)
     model = v4.RelativeKey.of(subjects.stock(group, FEW), group.length)
     gathered, scores = 64 * 64 * 64 * 4 / 1e6, 2 * 64 * 64 * 4 / 1e6
@@ -294,7 +294,7 @@ def whole(groups):
 
 
 def made_up(ratios, peaks=(), **more):
-    """A record whose subjects have these ratios to stock and none, and these peaks."""
+    """A record whose subjects have these ratios to `stock` and `none`, and these peaks."""
     kinds = {"alibi": ["distance_bias"], "t5": ["distance_bias"], "rope": ["rotate"], "shaw": ["score_bias"], "none": []}
     found = {
         name: {
@@ -351,7 +351,7 @@ def test_targets_are_of_groups_that_there_are():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_list_of_groups(device, capsys):
-    """Each group once, with what it measures, in the order in which they are measured; so in the error."""
+    """--list shows each group once, with its description and in the order of measurement. The error lists the same names."""
     bench.main(["--list", "--device", device])
     heads = [line.strip().partition(": ") for line in capsys.readouterr().out.splitlines()]
     names, every = [name for name, _, _ in heads], grid.groups(device)
@@ -394,7 +394,9 @@ def test_groups_of_other_code_are_measured_again(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run(tmp_path, monkeypatch, capsys):
-    """From the command to JSON, text, figure and page; what is done isn't measured again, and a group that dies is shown."""
+    """The command writes JSON, text, a figure, and the page. Finished groups aren't measured again, and a failed group is
+    shown.
+    """
     small = Group("forward", 12, **SMALL)
     monkeypatch.setattr(grid, "ON_CPU", (small, Group("rotation", 12, dtype="float7")))
     page = tmp_path / "speed.md"
@@ -438,7 +440,7 @@ class Window(hf_posenc.PositionEncoding, type="window-of-a-file"):
 
 @pytest.mark.slow
 def test_encodings_of_a_module(tmp_path):
-    """They are measured, in the process that measures; other contents of the file are other results."""
+    """The process that measures imports the module's encodings. Results belong to one version of the file."""
     (tmp_path / "my_windows.py").write_text(WINDOW)
     (tmp_path / "my_more.py").write_text("")
     small = "from benchmarks import bench, grid\ngrid.ON_CPU = (grid.Group('forward', 12, layers=1, heads=2),)\n"

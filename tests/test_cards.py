@@ -1,4 +1,4 @@
-"""Model cards: what they say of a model and of what was measured, and those of the models trained here."""
+"""Model cards: how they describe a model and its evaluation, and the cards of the models trained in this project."""
 
 import argparse
 import copy
@@ -51,11 +51,11 @@ MEASURED = {
 }
 
 
-# What the card says.
+# The content of a card.
 
 
 def test_a_table_for_each_data_set():
-    """Of one metric; evaluation.json has the others."""
+    """Each data set has a table of one metric. evaluation.json has the other metrics."""
     card = model_card(stock("bert"), "me/model", evaluation=MEASURED, figures=["a curve.png"])
     tables = card.partition("## Results\n")[2].partition("## Training")[0]
     assert tables.strip().splitlines() == [
@@ -122,19 +122,19 @@ def test_nothing_measured_nothing_said():
 
 @pytest.mark.parametrize(("name", "base"), [("me/base", "me/base"), ("model", None), ("checkpoint 7", None), ("", None)])
 def test_the_base_model_is_no_folder(name, base):
-    """A folder's name, or that of a model without a namespace: only the Hub can tell."""
+    """A directory name, or the name of a model without a namespace, isn't used as base model. Only the Hub knows such names."""
     model = patched("bert", "alibi")
     model.config.position_encoding["original"]["name_or_path"] = name
     assert ModelCard(model_card(model, "me/model")).data.base_model == base
 
 
 def blocks(model, **arguments):
-    """The python blocks of a card: how to load the model."""
+    """The Python blocks of a card, which load the model."""
     return re.findall("```python\n(.*?)\n```", model_card(model, "me/model", **arguments), re.DOTALL)
 
 
 def with_code(model, name="AutoModel", of=None):
-    """As a saved model is that carries its code."""
+    """The model as if it had been saved with its code."""
     model.config.auto_map = {"AutoConfig": "modeling_posenc.AnyConfig", name: f"modeling_posenc.{of or type(model).__name__}"}
     return model
 
@@ -151,9 +151,9 @@ def test_ways_to_load_it():
     first, alone, _ = blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), "AutoModelForMaskedLM"))
     assert "AutoModelForMaskedLM" in first and "trust_remote_code" not in first
     assert alone == load_by("AutoModelForMaskedLM", trust_remote_code=True)
-    # Its code is there, but not under the class that loads its head.
+    # The code is saved, but not for the class that loads the head.
     assert len(blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), of="PosEncBertModel"))) == 2
-    # One of the Auto classes that have no task of their own here.
+    # An Auto class without a task in hf-posenc.
     choice = with_code(patched("bert", "rope", head="ForMultipleChoice"), "AutoModelForMultipleChoice")
     assert "AutoModelForMultipleChoice" in blocks(choice)[1]
     assert blocks(shared("bert")) == [load_by("AutoModel")]
@@ -193,7 +193,7 @@ print(json.dumps(results))
 
 @torch.no_grad()
 def test_the_ways_lead_there(tmp_path, monkeypatch):
-    """Without the package first, in a process that can't import it."""
+    """A process without the package runs the block that doesn't need it first."""
     host, ids = stock("bert", head="ForMaskedLM"), tokens(length=9)
     model = hf_posenc.patch(host, "alibi")
     model.save_pretrained(tmp_path / "model")
@@ -210,7 +210,7 @@ def test_the_ways_lead_there(tmp_path, monkeypatch):
 
 def test_an_encoding_from_elsewhere():
     class Farther(hf_posenc.PositionEncoding, type="farther-card"):
-        """Of use to nobody."""
+        """Serves no purpose."""
 
         def distance_bias(self, distance):
             return distance[None].float()
@@ -256,11 +256,11 @@ def test_bad_arguments(arguments, words):
         model_card(hf_posenc.TokenPositionEmbedding(30, "learned", hidden_size=8, max_length=4), "me/model")
 
 
-# What was measured.
+# Evaluation results.
 
 
 def broken(*path, value):
-    """MEASURED with another value somewhere; without it, where that is `...`."""
+    """MEASURED with another value at this path, or without the value if it is `...`."""
     measured = copy.deepcopy(MEASURED)
     *before, last = path
     place = functools.reduce(operator.getitem, before, measured)
@@ -310,12 +310,12 @@ def test_bad_evaluation(measured, words):
 NUMBERS = {"10^400": "1" + 400 * "0", "-10^5000": "-1" + 5000 * "0", "nested": 500 * "[" + 500 * "]"}
 NUMBERS |= {text: text for text in ("1e400", "NaN", "-Infinity", "true", '"1"', "1e308", "-0.0", "5e-324")}
 FIGURES = ("1e308", "-0.0", "5e-324")
-"""Of these, what can be a value."""
+"""Those that are valid metric values."""
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_a_file(tmp_path, name):
-    """Any number is shown in the card, or is an error that names its entry."""
+    """A number is shown in the card, or raises an error that names its entry."""
     shared("bert").config.save_pretrained(tmp_path)
     for entry, given in {
         "value": "{}", "interval": "[{0}, {0}]", "length": "{}", "count": "{}", "seeds": "[{}]",
@@ -351,7 +351,7 @@ def test_metadata_without_last_bits():
 
 
 def test_lengths_in_other_units():
-    """Lengths of images are patches; two units are two columns."""
+    """Lengths of images are patches. Two units make two columns."""
     measured = {"results": [result(value=0.5, length=8, unit="patches"), result(value=0.25, length=8)]}
     card = model_card(shared("bert"), "me/model", evaluation=measured)
     assert "| model | 8 patches | 8 tokens |" in card and "| **distilled** | 0.500 | 0.250 |" in card
@@ -386,7 +386,7 @@ def test_cards_of_kinds_of_models(name):
 
 
 def test_what_a_reader_needs():
-    """Purpose first; labels, size, license, and language, or that they are missing."""
+    """A card starts with the purpose. It has labels, size, license, and language, or states that they are missing."""
     model = hf_posenc.patch(
         stock("bert", "ForSequenceClassification", id2label={0: "no|yes", 1: "maybe"}), "alibi", max_length=64
     )
@@ -403,14 +403,14 @@ def test_what_a_reader_needs():
 
 
 def test_a_model_from_scratch_has_no_base():
-    """Nothing says that it was patched, whatever base model is named."""
+    """The card doesn't call the model patched, even with a base model in the metadata."""
     config = hf_posenc.PosEncBertConfig(position_encoding="alibi", **BERT)
     assert len(blocks(AutoModel.from_config(config), metadata={"base_model": "me/base"})) == 1
 
 
 @pytest.mark.parametrize("source", ["stock", "patched"])
 def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, tokenizer, monkeypatch):
-    """Only the sizes are the named model's, so neither `unpatch` nor a base model has a meaning."""
+    """Only the sizes come from the named model, so the card mentions neither `unpatch` nor a base model."""
     monkeypatch.setattr("hf_posenc.modeling.parameter_sharing._public_name", lambda name: name and "me/base")
     model = stock("bert") if source == "stock" else patched("bert", "alibi")
     model.save_pretrained(tmp_path)
@@ -443,7 +443,7 @@ def test_tokens_go():
     measured = {**MEASURED, "notes": [f"See {SECRET}."], "results": results}
     card = model_card(shared("bert"), "me/model", evaluation=measured)
     assert SECRET not in card + json.dumps(checked_evaluation(measured)) and "See ." in card
-    # Nor in an error.
+    # An error doesn't show the secret either.
     for measured in ({"command": ["--hub_token", SECRET]}, {SECRET: 1}, {"training": SECRET}):
         with pytest.raises(ValueError) as error:
             checked_evaluation(measured)
@@ -451,7 +451,7 @@ def test_tokens_go():
 
 
 def test_result_files():
-    """Of what is checked, which checking again leaves as it is."""
+    """Result files come from the checked evaluation. Checking again changes nothing."""
     checked = checked_evaluation(MEASURED)
     assert checked_evaluation(checked) == checked == checked_evaluation(json.loads(json.dumps(checked)))
     files = result_files(MEASURED)
@@ -463,7 +463,7 @@ def test_result_files():
         result_files(twice)
 
 
-# Whose words are in it.
+# Cards with text by users.
 
 
 def test_a_card_by_hand_is_told_from_ours():
@@ -491,14 +491,14 @@ def test_from_a_shell(tmp_path):
     output.write_text("---\nlicense: mit\n---\n")
     run("--repo-id", "me/x", "--figures", "a.png", "--output", output)
     assert output.read_text() == model_card(folder, "me/x", figures=["a.png"], metadata={"license": "mit"})
-    run("--output", output)  # ours, so it may be replaced
+    run("--output", output)  # generated by hf-posenc, so it may be replaced
     output.write_text(output.read_text() + "Mine.\n")
     assert "so it was not changed" in " ".join(run("--output", output, code=1).split())
     assert output.read_text().endswith("Mine.\n")
     assert "my model" in run("--repo-id", "my model", code=1)
 
 
-# What the scripts write, and the cards of the models trained here.
+# Evaluations by the scripts, and the cards of the models trained in this project.
 
 
 def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
@@ -539,7 +539,7 @@ def test_made_anew_they_are_the_same(made, name):
 
 
 def numbers(record):
-    """All numbers in a record, and the ends of intervals which it gives as mean and half width."""
+    """All numbers in a record, and the ends of its intervals that are stored as mean and half width."""
     if isinstance(record, dict):
         pairs = record.get("mean_and_half_width", {}).values()
         ends = {end for mean, half in pairs for end in (mean - half, mean + half)}

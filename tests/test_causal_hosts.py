@@ -1,4 +1,4 @@
-"""Decoders whose attentions don't say that they are: later tokens must change nothing in what comes before them."""
+"""Decoders whose attentions don't declare that they are causal: later tokens must not change the output of earlier tokens."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ HOSTS = {
     "Flaubert": {"causal": True},
     "BlipText": {"is_decoder": True},
 }
-"""Prefix of a class -> changes of the config."""
+"""Class prefix -> changes of the config."""
 TWO_WAYS = {
     **dict.fromkeys(("GPT2", "Llama", "Bloom", "CLIPText", "Laguna"), {}),
     "CodeGen": {"rotary_dim": 4},
@@ -80,8 +80,8 @@ def test_written_out_decoders_with_wider_keys_or_one_key_head(name, encoding, op
     assert_close(in_pieces(model, ids, (5, 11)), first(model(ids)))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft reads
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # which peft passes
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # peft passes it
 def test_prefixes_of_another_width_are_refused():
     model = hf_posenc.patch(stock("llama", "ForCausalLM"), "pope")
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -95,7 +95,7 @@ BIDIRECTIONAL = [(name, {"is_causal": False}) for name in TWO_WAYS] + [("Gemma3T
 @pytest.mark.parametrize(("name", "changes"), BIDIRECTIONAL)
 @torch.no_grad()
 def test_bidirectional_decoders(name, changes, tmp_path):
-    """`config.is_causal=False` makes a decoder see later tokens, and an encoding distinguish them."""
+    """With `config.is_causal=False`, a decoder sees later tokens, and the encoding distinguishes them from earlier ones."""
     model = tiny(f"{name}Model", **{**TWO_WAYS[name], **changes})
     for encoding in ("cope", "fox", "xpos"):
         with pytest.raises(ValueError, match=f"'{encoding}' requires causal attention"):

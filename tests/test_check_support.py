@@ -1,4 +1,4 @@
-"""What is claimed of hosts: the script that checks it, its kept output, and the page that quotes it."""
+"""The claims about supported models: the script that checks them, its stored output, and the page that quotes it."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ from tools.hosts import checks, inputs, tiny
 
 KEPT, PAGE = ROOT / "scripts" / "results" / "check_support.txt", ROOT / "docs" / "reference" / "models.md"
 TAKEN = {
-    # encoders of text
+    # text encoders
     "bert": "learned",
     "roberta": "learned",
     "albert": "learned",
@@ -27,7 +27,7 @@ TAKEN = {
     "modernbert": "rope",
     "roformer": "rope",
     "xlnet": "transformer_xl",
-    # decoders: experts, latent attention, several rotary modules, shared keys, streams, states beside attentions
+    # decoders: experts, latent attention, several rotary modules, shared keys, streams, states besides attentions
     "gpt2": "learned",
     "opt": "learned",
     "ctrl": "sinusoidal",
@@ -55,18 +55,17 @@ TAKEN = {
     "swin": "t5",
     "dinov3_vit": "rope",
     "qwen2_5_vl_vision": "rope",
-    # sounds
+    # audio
     "wav2vec2": "convolution",
     "wav2vec2-conformer": "transformer_xl",
     "audio-spectrogram-transformer": "learned",
-    # parts of models made of several
+    # submodels of composite models
     "clip (text_model)": "learned",
     "llava (language_model)": "rope",
 }
-"""A sample of 40 families: model type, and the part that is patched -> the positions of the stock model."""
+"""A sample of 40 families: model type and patched submodel -> the positions of the original model."""
 QUICK = ("deberta-v2", "gptj", "hy_v4", "bart", "yolos", "wav2vec2-conformer", "clip (text_model)")
-"""Of these, one of each group, for `make test`: other hosts than those of models.py."""
-"""Of these, one or two of each group, for `make test`: other hosts than those of models.py, but for GPT-2."""
+"""One or two of each group, for `make test`. models.py has none of these architectures."""
 OPEN = {
     "granite_speech5_ctc",
     "muse_glimmer_vision",
@@ -76,9 +75,12 @@ OPEN = {
     "recurrent_gemma",
     "sam3_lite_text",
 }
-"""Model types that are taken and fail a check: the first three join neighbours, in each layer or behind the last one, where the
-check of order can't look; RecurrentGemma's states see left padding, as the stock model's do; SAM 3 Lite's two attention
-implementations differ by rounding (2.7e-5, limit 2e-5); the tiny OmniASR ends with the same state in all frames."""
+"""Supported model types that fail a check.
+
+The first three merge adjacent tokens, in each layer or after the last one, where the check of order can't detect it.
+RecurrentGemma's states see left padding, as in the original model. SAM 3 Lite's two attention implementations differ by
+rounding (2.7e-5, limit 2e-5). The tiny OmniASR ends with the same state in all frames.
+"""
 REFUSED = {
     "resnet": "no supported positions or attention",
     "fnet": "unsupported attention",
@@ -100,7 +102,7 @@ def test_refused(kind):
 
 @pytest.mark.parametrize("kind", ["bert", slow("llama"), "whisper", slow("vit"), slow("wav2vec2-conformer")])
 def test_a_failed_check_is_seen(monkeypatch, kind):
-    """Positions that stay in beside the new encoding fail the check."""
+    """If the original positions remain active in addition to the new encoding, the check fails."""
     monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: model)
     verdict = check_support.judge(kind)
     assert verdict.checks["order gone"] == checks.FAILED and verdict.failed and not verdict.verified
@@ -118,7 +120,7 @@ def verified(results):
 
 
 def test_checks_that_prove_nothing_do_not_count():
-    """Of a stock model without order, and those that were skipped."""
+    """Skipped checks don't count as verification. Neither do checks of an original model that ignores order."""
     model = tiny.build("bert")
     model.embeddings.position_embeddings.weight.data.zero_()
     results = checks.checked(checks.Host("bert", model, ""))
@@ -140,7 +142,9 @@ def test_checks_that_prove_nothing_do_not_count():
     ],
 )
 def test_contents_change_places_where_they_enter(kind, part, where):
-    """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
+    """Token content is permuted after a front end that sees order, and before the original positions, which
+    change the outputs.
+    """
     host = checks.Host(kind, tiny.build(kind), part)
     host.look()
     assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
@@ -152,7 +156,9 @@ def _hang(connection):
 
 
 def test_a_hanging_type_does_not_stop_a_run(tmp_path, monkeypatch):
-    """Its process is killed, and its verdict kept with the others, for this code alone."""
+    """The process of a hanging type is killed. Its verdict is stored with the others, and is valid for the
+    current code only.
+    """
     monkeypatch.setattr(check_support, "_serve", _hang)
     kept = check_support.Kept(tmp_path / "verdicts.jsonl")
     verdicts = check_support.judged(["bert", "gpt2"], 1, kept, limit=0.2)
@@ -179,7 +185,7 @@ def test_the_pages_quote_the_result():
 
 
 def test_inputs_of_recipes_are_arguments():
-    """A recipe for a type that doesn't exist, or an input that no forward takes, would be passed over in silence."""
+    """Otherwise, a recipe for an unknown type, or an input that no `forward` accepts, would be ignored silently."""
     assert {*tiny.RECIPES} <= {*check_support.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
         assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance"}, kind

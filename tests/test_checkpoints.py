@@ -1,4 +1,4 @@
-"""Saving and loading: in a new process, by weights alone, with options merged, and from damaged files."""
+"""Saving and loading: in a new process, from weights only, with merged options, and from damaged files."""
 
 import json
 
@@ -14,7 +14,7 @@ from models import BERT, LLAMA, Host, first, patched, stock, tokens
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
 def test_a_weight_file_by_itself_tells_its_encoding(shards, tmp_path):
-    for encoding in ("shaw", "alibi"):  # into the same folder
+    for encoding in ("shaw", "alibi"):  # into the same directory
         model = patched("bert", encoding)
         model.save_pretrained(tmp_path, **shards)
         paths = list(tmp_path.glob("*.safetensors"))
@@ -109,8 +109,9 @@ def test_a_checkpoint_from_before_these_options(tmp_path):
     ids=["mixtral", "nomic_bert"],
 )
 def test_hosts_whose_weights_have_other_names_in_files(host, auto, tmp_path):
-    """Loaded, patched, saved and loaded; then unpatched, saved and loaded. Transformers renames weights by the model type,
-    which a config that was loaded has as an attribute."""
+    """Such a model can be loaded, patched, saved, and loaded, then unpatched, saved, and loaded. Transformers renames weights
+    by the model type, which a loaded config has as an attribute.
+    """
     stock(host, "ForCausalLM" if auto is AutoModelForCausalLM else "Model").save_pretrained(tmp_path / "stock")
     model = auto.from_pretrained(tmp_path / "stock").eval()
     changed = hf_posenc.patch(model, "alibi")

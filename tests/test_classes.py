@@ -13,7 +13,7 @@ every_host = pytest.mark.parametrize("host", by_structure(HOSTS))
 
 @every_host
 def test_every_head_has_a_derived_class(host):
-    """Each Auto class that builds a class of the host builds the derived one, too."""
+    """Each Auto class that builds a class of the original model also builds the derived class."""
     config = patched(host, "relative", **HOSTS[host].one_layer).config
     autos = [each for name, each in vars(modeling_auto).items() if name.startswith("AutoModel")]
     heads = [auto for auto in autos if host in getattr(getattr(auto, "_model_mapping", None), "_model_mapping", ())]
@@ -39,8 +39,8 @@ def test_from_scratch():
         hf_posenc.unpatch(model)
     assert made({"type": "learned", "max_length": 9}).posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
     table = made("learned")
-    assert hf_posenc.inspect(table).max_length == len(table.posenc.weight) == 512  # the host's own
-    assert table.config.position_encoding["max_length"] is None  # building a model leaves its config as it is
+    assert hf_posenc.inspect(table).max_length == len(table.posenc.weight) == 512  # the original length
+    assert table.config.position_encoding["max_length"] is None  # building a model doesn't change its config
 
 
 @every_host

@@ -1,4 +1,4 @@
-"""The commands that save a model, `list` and `inspect`: thin over the API, errors in a line, nothing half written."""
+"""The commands that save a model, `list`, and `inspect`: they wrap the API, report errors in one line, and save completely."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ SENTENCES = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecati
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of a stock BERT with its tokenizer, a stock RoBERTa without, and a patched BERT."""
+    """Directories of an original BERT with its tokenizer, an original RoBERTa without one, and a patched BERT."""
     path = tmp_path_factory.mktemp("models")
     (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
     stock("bert", "ForMaskedLM").save_pretrained(path / "bert")
@@ -58,7 +58,7 @@ def sentences(folders, tmp_path_factory):
 
 
 def maximum_length(report):
-    """What a printed report of `inspect` says."""
+    """The maximum length in a printed report of `inspect`."""
     return re.search(r"maximum length: +(.*)", report)[1].strip()
 
 
@@ -73,7 +73,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# What is read.
+# Reading models.
 
 
 def test_list():
@@ -107,7 +107,7 @@ def test_list():
 
 
 def test_the_page_of_encodings_is_fresh():
-    """After a change of a class: hf-posenc list --markdown, between the markers of docs/reference/encodings.md."""
+    """The table in docs/reference/encodings.md is up to date. After a change to a class, run hf-posenc list --markdown."""
     page = (ROOT / "docs" / "reference" / "encodings.md").read_text()
     before, _, rest = page.partition("<!-- hf-posenc list --markdown -->\n")
     table, _, behind = rest.partition("<!-- end -->")
@@ -115,7 +115,7 @@ def test_the_page_of_encodings_is_fresh():
 
 
 def test_list_shows_all_of_it():
-    """In 80 columns, as in a pipe; wrapped, but nothing cut."""
+    """In 80 columns, as in a pipe, `list` wraps its text and cuts nothing."""
     shown = run("list")
     words = re.sub(r"[\s│]+", " ", shown)
     for name, row in json.loads(run("list", "--json")).items():
@@ -132,10 +132,10 @@ def test_inspect(folders, tmp_path):
     config = json.loads((folders / "bert" / "config.json").read_text()) | {"position_embedding_type": "relative_key"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "ignored: position_embedding_type='relative_key'" in run("inspect", tmp_path)
-    assert f"{tmp_path}/[b]nowhere" in run("inspect", tmp_path / "[b]nowhere", code=1)  # a path is no markup
+    assert f"{tmp_path}/[b]nowhere" in run("inspect", tmp_path / "[b]nowhere", code=1)  # a path isn't markup
 
 
-# What is saved.
+# Saving models.
 
 
 def test_patch_saves_the_model_with_its_head_and_tokenizer(folders, tmp_path):
@@ -158,7 +158,7 @@ def test_patch_saves_the_model_with_its_head_and_tokenizer(folders, tmp_path):
 
 
 def loaded(folder):
-    """The class of a saved model, its logits, and its tokenizer's length."""
+    """The class of a saved model, its logits, and its tokenizer's maximum length."""
     model = AutoModelForMaskedLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
     return type(model).__name__, first(model(tokens())), tokenizer and tokenizer.model_max_length
@@ -171,7 +171,7 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-original", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
     assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["original"]["kept"]
-    # Of a model without a tokenizer's config, as older ones are, the vocabulary counts.
+    # If a model has no tokenizer config, as in older models, the vocabulary counts.
     shutil.copytree(folders / "bert", tmp_path / "old", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copy(folders / "vocab.txt", tmp_path / "old")
     assert "no tokenizer" not in run("patch", tmp_path / "old", "learned", "--output-dir", tmp_path / "new")
@@ -181,7 +181,7 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
 
 @SENTENCES
 def test_modules_of_sentence_transformers_stay(folders, sentences, tmp_path):
-    """Through all commands that save a model, and those of the other classes of sentence-transformers."""
+    """All commands that save a model keep the modules, and so do other classes of sentence-transformers."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
     shown = run("patch", sentences, "relative", "--max-length", 16, "--output-dir", tmp_path / "new")
@@ -213,8 +213,9 @@ def test_modules_of_sentence_transformers_stay(folders, sentences, tmp_path):
     + [("patch", "another module"), ("patch", "a module of a router"), ("patch", "a router without an end")],
 )
 def test_code_of_a_sentence_transformer_is_not_run(sentences, launch, tmp_path, command, place):
-    """sentence-transformers 5 runs the code of local directories without trust_remote_code. 6 refuses, with advice that the
-    command line can't follow."""
+    """No code of a checkpoint runs. sentence-transformers 5 runs code in local directories without trust_remote_code. Version 6
+    raises an error with advice that doesn't apply to the command line.
+    """
     model, ran = shutil.copytree(sentences, tmp_path / "model"), tmp_path / "ran"
     (model / "stranger.py").write_text(f"open({str(ran)!r}, 'w')\nfrom torch.nn import Identity as Custom\n")
     modules = json.loads((model / "modules.json").read_text())
@@ -254,7 +255,7 @@ def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sent
 @pytest.mark.parametrize("kind", ["sentences", slow("older sentences"), "plain"])
 def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind):
     original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")
-    if kind == "older sentences":  # whose Transformers model has a folder of its own
+    if kind == "older sentences":  # whose Transformers model has its own directory
         (original / "0_Transformer").mkdir()
         for file in {*original.glob("*token*"), *original.glob("*.txt"), *original.glob("model*"), original / "config.json"}:
             file.rename(original / "0_Transformer" / file.name)
@@ -293,7 +294,7 @@ def test_patch_hands_on_what_is_given(folders, tmp_path, monkeypatch, given, key
 
 
 def test_code_elsewhere_is_not_named_by_the_copy(folders, tmp_path, caplog):
-    """Neither by the tokenizer nor by the config of a model without an encoding, whose classes are Transformers' own."""
+    """Neither the tokenizer nor the config names the code if the model has no encoding and uses classes of Transformers."""
     shutil.copytree(folders / "bert", tmp_path / "model")
     tokenizers, models = {"AutoTokenizer": ["someone/else--code.Odd", None]}, {"AutoModel": "someone/else--code.Model"}
     for name, code in (("tokenizer_config.json", tokenizers), ("config.json", models)):
@@ -310,7 +311,7 @@ def test_code_elsewhere_is_not_named_by_the_copy(folders, tmp_path, caplog):
 
 @SENTENCES
 def test_code_elsewhere_is_not_named_by_modules(sentences, tmp_path, caplog):
-    """Of sentence-transformers: its processor is the tokenizer."""
+    """A module of sentence-transformers doesn't name the code. Its processor is the tokenizer."""
     from sentence_transformers import SentenceTransformer
 
     outer = SentenceTransformer(str(sentences), device="cpu")
@@ -335,7 +336,9 @@ def test_extend_and_unpatch(folders, tmp_path):
 
 
 def test_unpatch_says_what_it_gives(tmp_path):
-    """Of a trained model, of one without its host's positions, and of one without a tokenizer."""
+    """`unpatch` describes its result for a trained model, for one without its original positions, and for one without a
+    tokenizer.
+    """
     model = patched("bert", "alibi", "ForMaskedLM")
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight += 1
@@ -348,7 +351,7 @@ def test_unpatch_says_what_it_gives(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-# What is refused; tests/test_commands.py has arguments.
+# Errors. tests/test_commands.py tests invalid arguments.
 
 
 @pytest.mark.parametrize(
@@ -407,7 +410,7 @@ HOSTILE = {
     "an endless integer": b'{"model_type": ' + b"9" * 5_000 + b"}",
     "a directory": emptied,
 }
-"""Contents of any JSON file, or what is done to it."""
+"""The content of a JSON file, or a change to it."""
 CONFIGS = {
     "nested within limits of Python": config(a=functools.reduce(lambda inner, _: {"a": inner}, range(300), {})),
     "a text for a size": config(hidden_size="x"),
@@ -436,7 +439,7 @@ CONFIGS = {
     ],
 )
 def test_files_that_no_library_reads(folders, tmp_path, file, content):
-    """Errors in one line, from every file of a model."""
+    """Every file of a model that can't be read gives an error in one line."""
     model, new = shutil.copytree(folders / "bert", tmp_path / "model"), tmp_path / "new"
     if file in ("pytorch_model.bin", "model.safetensors.index.json"):
         (model / "model.safetensors").unlink()
@@ -461,7 +464,7 @@ def test_a_pipe_among_the_files_of_a_model(tmp_path):
     assert "config.json isn't a regular file. Remove it" in run("inspect", tmp_path, code=1)
 
 
-# What is there already.
+# Existing output directories.
 
 
 def test_patch_keeps_what_is_there(folders, tmp_path):
@@ -474,7 +477,9 @@ def test_patch_keeps_what_is_there(folders, tmp_path):
 
 
 def test_patch_overwrites_a_model(folders, tmp_path):
-    """Another one, then itself: the original can't be named as the teacher any more, so it is to be restored."""
+    """`patch` overwrites another model, and then itself. The original can't be named as the teacher then, so it must be
+    restored.
+    """
     new = tmp_path / "new"
     new.mkdir()
     folder = new.stat().st_ino
@@ -513,7 +518,7 @@ def test_a_full_disk_leaves_no_half_folder(folders, tmp_path, there):
 
 @pytest.mark.parametrize("name", [("unpatch",), ("extend", "--no-limit")], ids=lambda name: name[0])
 def test_what_is_there_is_kept(folders, tmp_path, monkeypatch, name):
-    """By all commands that save a model, as by patch."""
+    """All commands that save a model keep existing files as `patch` does."""
     (tmp_path / "notes.txt").write_text("mine")
     assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
     model = shutil.copytree(folders / "patched", tmp_path / "model")
@@ -535,7 +540,7 @@ def test_what_is_there_is_kept(folders, tmp_path, monkeypatch, name):
 
 
 def killed_unpatch(folder, name):
-    """`unpatch FOLDER --output-dir FOLDER --overwrite`, killed before a file is renamed into its place."""
+    """Runs `unpatch FOLDER --output-dir FOLDER --overwrite`, and kills it before it renames this file to its final path."""
     if not (child := os.fork()):
 
         def kill(event, arguments):
@@ -550,7 +555,7 @@ def killed_unpatch(folder, name):
 
 @pytest.mark.parametrize("name", [slow("generation_config.json"), "model.safetensors", slow("tokenizer.json"), "config.json"])
 def test_an_interrupted_unpatch_over_its_own_directory(folders, tmp_path, caplog, name):
-    """The next command undoes it and says so. The same command succeeds."""
+    """The next command undoes the interrupted one and reports it. Running the same command again succeeds."""
     model = hf_posenc.patch(stock("gpt2", "LMHeadModel"), "rope")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     AutoTokenizer.from_pretrained(folders / "bert").save_pretrained(tmp_path)
@@ -575,7 +580,7 @@ def test_an_interrupted_unpatch_over_its_own_directory(folders, tmp_path, caplog
 
 
 def test_push_without_a_token_or_a_hub(folders, tmp_path):
-    """tests/test_hub.py has what is pushed."""
+    """tests/test_hub.py tests the pushed files."""
     code = """
 import os, sys
 os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -594,7 +599,7 @@ for token in {}, {"HF_TOKEN": "hf_x"}:
 
 
 def test_a_bug_shows_where_it_is():
-    """What the user can mend is said in a line; a fault of ours isn't hidden behind one."""
+    """Errors that the user can fix are printed in one line. Bugs show their traceback."""
     faulty = typer.Typer(cls=Group, pretty_exceptions_enable=False)
 
     @faulty.command()
@@ -635,7 +640,7 @@ except SystemExit as stop:
 
 
 def test_as_a_command(tmp_path, monkeypatch):
-    """Its exit codes; an encoding of one's own, which only --import finds; and without typer."""
+    """The command returns exit codes, finds a custom encoding only with --import, and reports a missing typer."""
     code = "import hf_posenc\n\n\nclass Mine(hf_posenc.PositionEncoding, type='own-cli'):\n    'Mine.'\n"
     (tmp_path / "own_cli_encoding.py").write_text(code)
     monkeypatch.chdir(tmp_path)

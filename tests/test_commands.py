@@ -1,7 +1,7 @@
-"""What holds for every subcommand of hf-posenc: its help, its examples, its words, JSON, tracebacks, completion.
+"""Properties of every subcommand of hf-posenc: its help, examples, words, JSON, tracebacks, and completion.
 
-A new subcommand is found by itself. Its examples stand in its help, `[bold]hf-posenc NAME …[/]`, and run here in a folder with
-the models and files of `models`, under the names that they have there.
+The tests find a new subcommand automatically. Its help contains its examples as `[bold]hf-posenc NAME …[/]`. They run here in a
+directory with the models and files of `models`, which have the names from the examples.
 """
 
 import inspect
@@ -37,12 +37,12 @@ GROUP = typer.main.get_command(app)
 
 
 def maximum_length(report):
-    """What a printed report of `inspect` says."""
+    """The maximum length in a printed report of `inspect`."""
     return re.search(r"maximum length: +(.*)", report)[1].strip()
 
 
 def leaves(group, *names):
-    """Words -> command, of all that do something; `hf-posenc plot` is a group of its own."""
+    """Words -> command, for all commands that can run. `hf-posenc plot` is a group with its own commands."""
     found = {}
     for name, command in (figures.commands() if names == ("plot",) else group.commands).items():
         words = (*names, name)
@@ -53,12 +53,12 @@ def leaves(group, *names):
 COMMANDS = leaves(GROUP)
 EXAMPLE = re.compile(r"\[bold\](hf-posenc .*?)\[/\]", re.DOTALL)
 SERVES = ("explore",)
-"""Subcommands that run until they are stopped: tests/test_explore.py runs their examples."""
+"""Subcommands that run until they are stopped. tests/test_explore.py runs their examples."""
 EXAMPLES = [
     example for name, command in COMMANDS.items() for example in EXAMPLE.findall(command.help or "") if name not in SERVES
 ]
 TAKES_LONGER = ("convert", "plot")
-"""Subcommands whose examples run with `make test-all` alone; tests/test_plots.py draws with some."""
+"""Subcommands whose examples run with `make test-all` only. tests/test_plots.py draws with some of them."""
 NO_OPTIONS = ("type", "max_length", "layers", "inject", "original")
 WITH_VALUES = ("option theta=", "where ", "layers ")
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
@@ -70,7 +70,7 @@ def command_of(example):
 
 
 def invoke(words, code=0, **environment):
-    """Runs a command in this process. Its standard output and error."""
+    """Runs a command in this process, and returns its standard output and error."""
     done = CliRunner(env=environment).invoke(app, [str(word) for word in words], prog_name="hf-posenc")
     assert done.exit_code == code, (done.output, done.exception)
     return done.stdout, done.stderr
@@ -78,7 +78,7 @@ def invoke(words, code=0, **environment):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """What the examples name: tiny models, of which some have a tokenizer, and texts."""
+    """The models and texts that the examples name. The models are tiny, and some have a tokenizer."""
     path = tmp_path_factory.mktemp("examples")
     (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS]))
     gpt2 = stock("gpt2", "LMHeadModel", n_positions=128)
@@ -103,7 +103,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def workplace(models, tmp_path, monkeypatch):
-    """A copy of these as the current folder."""
+    """A copy of these models as the current directory."""
     shutil.copytree(models, tmp_path / "here", symlinks=True)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
@@ -111,7 +111,7 @@ def workplace(models, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_its_help(name):
-    """Has an example, and the default of each argument that may be left out: a value, or words where None means something."""
+    """The help has an example, and the default of each optional argument: a value, or words if None has a meaning."""
     command = COMMANDS[name]
     assert any(command_of(example) == name for example in EXAMPLE.findall(command.help or "")), "no example"
     shown, _ = invoke([*name.split(), "--help"], COLUMNS="300")
@@ -138,8 +138,9 @@ def label(parameter):
     ],
 )
 def test_its_examples(workplace, example, monkeypatch):
-    """Run as they stand; where --json is known, with it as well: standard output is one JSON document then, whatever else is
-    printed meanwhile."""
+    """Examples run unchanged. If a command supports --json, its standard output is one JSON document, even if a library prints
+    something.
+    """
     document = Output.plain_document
     monkeypatch.setattr(Output, "plain_document", lambda out, values: print("[x] a library's words") or document(out, values))
     words = shlex.split(example)[1:]
@@ -179,7 +180,7 @@ app(sys.argv[1:])
 
 
 def test_only_the_document_is_on_standard_output():
-    """In a process of its own, what goes around Python's sys.stdout as well."""
+    """In a separate process, output that bypasses Python's sys.stdout is redirected also."""
     assert "rope" in json.loads(run_python(WRITTEN, "list", "--json"))
 
 
@@ -204,7 +205,7 @@ def test_a_document_has_no_nan(capsys):
     ],
 )
 def test_nothing_asks_without_a_terminal(tmp_path, line, monkeypatch):
-    """Whether to run a checkpoint's code, for which Transformers prompts."""
+    """No command asks whether to run a checkpoint's code. Transformers would prompt."""
     (tmp_path / "odd").mkdir()
     config = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.OddConfig"}}
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
@@ -232,7 +233,7 @@ LEFT_OUT = {
     "patch": {"options"},
     "extend": {"settings"},
 }
-"""Keyword arguments without a flag: what lies in the folder, and what --option gives."""
+"""Keyword arguments without a flag: values from the directory, and settings that --option sets."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -307,7 +308,7 @@ def test_what_is_refused(models, tmp_path, monkeypatch, line, words):
     ],
 )
 def test_debug(line, environment, shown):
-    """With it the error gets through, with its traceback; without it ends in a line."""
+    """With --debug, the error is raised with its traceback. Without it, the command ends with an error message."""
     done = CliRunner(env=environment).invoke(app, shlex.split(line), prog_name="hf-posenc")
     assert isinstance(done.exception, OSError if shown else SystemExit) and done.exit_code == 1
     assert ("Error:" in done.stderr) != shown and ("--debug" in done.stderr) == line.endswith("-- --debug")
@@ -335,7 +336,7 @@ def test_completion(line, offered):
 
 
 def test_completion_is_installed(tmp_path, monkeypatch):
-    """The script that the shell reads says which shell function asks which command."""
+    """The script that the shell reads names the shell function that completes each command."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert "hf-posenc.sh" in invoke(["--install-completion", "bash"])[0]
@@ -361,7 +362,7 @@ def test_values_of_options():
 
 
 def test_factors_of_a_rule(workplace):
-    """Lists as they are typed, and the word for what was expected."""
+    """--option takes lists as comma-separated values. The error names the expected type."""
     llama = stock("llama", "ForCausalLM")
     llama.save_pretrained("llama")
     ones, twos = (",".join([factor] * (llama.config.head_dim // 2)) for factor in ("1", "2"))
@@ -373,7 +374,7 @@ def test_factors_of_a_rule(workplace):
 
 
 def test_a_part_of_a_model_is_reported_on(workplace):
-    """extend on one of several; its tokenizer follows what reads texts."""
+    """`extend` and `patch` report on the chosen submodel of a composite model. The tokenizer follows the text model."""
     line = "extend openai/clip-vit-base-patch32 --max-length 64 --method linear --output-dir new --submodel"
     printed, _ = invoke([*shlex.split(line), "text_model"])
     assert "CLIPTextModel" in printed and maximum_length(printed) == "64 tokens"
@@ -401,7 +402,7 @@ def test_lengths_are_said_in_words(workplace, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_length_of_a_sentence_transformer_comes_back(minilm, tmp_path):
-    """Of the real MiniLM, which cuts texts at 256 of its 512 tokens."""
+    """`unpatch` restores the length of the real MiniLM, which truncates texts to 256 of its 512 tokens."""
     from sentence_transformers import SentenceTransformer
 
     line = ["extend", minilm, "--max-length", 1024, "--method", "dynamic", "--output-dir", tmp_path / "longer"]
@@ -425,7 +426,7 @@ def test_the_length_of_a_sentence_transformer_comes_back(minilm, tmp_path):
     ],
 )
 def test_output_on_a_terminal_that_knows_ascii(models, monkeypatch, line):
-    """PYTHONIOENCODING=ascii, a log file, a console of Windows: what was measured isn't lost."""
+    """Results are still printed with PYTHONIOENCODING=ascii, to a log file, or on a Windows console."""
     monkeypatch.chdir(models)
     done = CliRunner(charset="ascii").invoke(app, line.split(), prog_name="hf-posenc")
     assert done.exit_code == 0, (done.output, done.exception)
@@ -434,7 +435,7 @@ def test_output_on_a_terminal_that_knows_ascii(models, monkeypatch, line):
 
 
 def test_scripts_on_a_terminal_that_knows_ascii(monkeypatch):
-    """As their last lines have it, which tests/test_options.py sees to."""
+    """Scripts can print any character. tests/test_options.py checks that their last lines escape unprintable characters."""
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
     table = Table("model", box=box.HEAVY)

@@ -1,4 +1,4 @@
-"""compare.py: hosts, tasks and their heads, the same data for all encodings, studies that resume, processes, files."""
+"""compare.py: models, tasks and their heads, equal data for all encodings, resumed studies, processes, and files."""
 
 import re
 import shlex
@@ -51,19 +51,19 @@ def test_masked_rows():
     task, text = tasks.COMPARED["mlm"], tasks.TASKS["lm"].test(64, 0)[0].flatten()
     input_ids, labels = task.test(64, 0)
     hidden = (input_ids == tasks.MASK).flatten()
-    assert hidden.sum() == 1229  # 15 % of 8192
+    assert hidden.sum() == 1229  # 15% of 8,192
     assert input_ids.flatten().equal(text.masked_fill(hidden, tasks.MASK))
     assert labels.flatten().equal(text.masked_fill(~hidden, tasks.IGNORED))
-    assert (task.test(128, 0)[0] == tasks.MASK).flatten().equal(hidden)  # the same places at each length
+    assert (task.test(128, 0)[0] == tasks.MASK).flatten().equal(hidden)  # the same positions at each length
     drawn, wanted = task.train(40, 50, torch.Generator().manual_seed(0))
     assert (drawn == tasks.MASK).equal(wanted != tasks.IGNORED) and (wanted != tasks.IGNORED).sum(1).eq(6).all()
     assert len({tuple(row) for row in (drawn == tasks.MASK).tolist()}) == 50
-    assert (task.train(2, 9, torch.Generator().manual_seed(0))[1] != tasks.IGNORED).sum() == 9  # one at least
+    assert (task.train(2, 9, torch.Generator().manual_seed(0))[1] != tasks.IGNORED).sum() == 9  # at least one
 
 
 @pytest.mark.parametrize("name", models.HOSTS)
 def test_heads_of_hosts(name):
-    """Each host has a model for each of its heads, with the sizes that were asked for, and without dropout."""
+    """Each architecture has a model for each of its heads, with the requested sizes and without dropout."""
     for head in models.HOSTS[name].heads:
         model = models.stock(name, Sizes(24, 2, 3, 40), 11, 8, 0, head)
         config = model.config
@@ -95,7 +95,7 @@ def test_scores_of_labels_and_masked_tokens_by_hand():
 
 
 def test_an_encoder_without_positions_stays_at_chance():
-    """Without positions its answer is the same for each order of the symbols; with them it learns the order."""
+    """Without positions, an encoder's output is the same for each order of the symbols. With positions, it learns the order."""
     setup = Setup(host="bert", sizes=Sizes(32, 2, 2, 32), learning_rate=4e-3, multiples=(1.0,))
     accuracy = {
         name: runs.run(setup, Training(4, 70, 32), "classification", models.encoding(name), 0)["scores"]["4"]["exact"]
@@ -133,14 +133,14 @@ def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
     assert "bert, mlm, L = 8 bytes: perplexity" in text and "refused" in text and "requires causal attention" in text
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
-    # All encodings of a host have had the same weights and rows, other seeds and tasks others.
+    # All encodings of a model had the same initial weights and data rows. Other seeds and tasks had different ones.
     found = read_runs(tmp_path)
     assert len(found) == 2 * 2 * (2 + 3)
     digests = {}
     for path, each in found.items():
         digests.setdefault((path.split("/")[0], each["task"], each["seed"]), []).append(each["digests"])
     assert len(digests) == 8 and all(all(each == of[0] for each in of) for of in digests.values())
-    assert len({of[0]["train"] for of in digests.values()}) == 6  # classification's are those of both hosts
+    assert len({of[0]["train"] for of in digests.values()}) == 6  # both models share the rows of classification
     assert len({of[0]["host"] for of in digests.values()}) == 8
     same = bert["same_for_all_encodings"]["mlm"]
     assert same["0"] == digests["bert", "mlm", 0][0] != same["1"]
@@ -158,7 +158,7 @@ def test_digests_tell_rows_and_their_order_apart():
 
 
 def test_patching_leaves_the_weights_of_a_host(monkeypatch):
-    """The weights that a digest is of are those that the patched model has."""
+    """Patching keeps the weights that a digest covers."""
     for head in (tasks.MASKED, tasks.LABELS):
         host = models.stock("bert", TINY, 9, 8, 3, head)
         before = {name: value.clone() for name, value in host.state_dict().items() if "position_embeddings" not in name}
@@ -177,12 +177,12 @@ def test_a_study_that_was_killed_goes_on(tmp_path, launch):
     codes, _ = launch("compare", *arguments, tmp_path / "resumed")
     assert codes == [0] and read_runs(tmp_path / "resumed") == read_runs(tmp_path / "whole")
     assert len(read_runs(tmp_path / "resumed")) == 4
-    assert all(file.stat().st_mtime_ns == time for file, time in before.items())  # not done again
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items())  # not run again
 
 
 @pytest.mark.slow
 def test_processes_of_accelerate_give_the_same_records(tmp_path, launch):
-    """Two processes, as Accelerate's launcher starts them, take runs from one list; one of them fails in one of its runs."""
+    """Two processes of Accelerate's launcher take runs from one list. One of the processes fails in one of its runs."""
     arguments = [*COPY, "--encodings", "none", "t5", "alibi", "--seeds", "0", "1", "--output_dir"]
     codes, _ = launch("compare", *arguments, tmp_path / "one")
     assert codes == [0]
@@ -238,7 +238,7 @@ def test_other_settings_are_an_error_that_names_them(tmp_path):
     with pytest.raises(SystemExit, match="is no.*a run"):
         compare.main(arguments)
     file.write_text(before)
-    # What adds to a study joins: another host, encoding, seed and task, other options of the same host.
+    # Additions join a study: another model, encoding, seed, and task, and other options of the same model.
     wider = '{"type": "llama", "num_key_value_heads": 1}'
     compare.main([*arguments, "--hosts", "llama", wider, "--encodings", "alibi", "none", "--seeds", "0", "1"])
     assert len(read_runs(tmp_path)) == 8
@@ -308,7 +308,7 @@ def test_the_study_that_is_kept_can_be_run():
 
 @pytest.fixture
 def checkpoint(tmp_path, minilm, monkeypatch):
-    """The folder of an encoder with a tokenizer; texts are short."""
+    """The directory of an encoder with a tokenizer. The texts are short."""
     folder = tmp_path / "my-bert"
     stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(folder)
     AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
@@ -335,7 +335,7 @@ def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatc
     capsys.readouterr()
     compare.main([*arguments, "--steps", "0", "--tasks", "classification", "--length", "3"])
     assert re.search("lacks weights, which are drawn at random: .*classifier.bias", capsys.readouterr().err)
-    # Other weights in the same folder are another host.
+    # Other weights in the same directory make another model.
     model = AutoModelForMaskedLM.from_pretrained(checkpoint)
     model.bert.embeddings.word_embeddings.weight.data.neg_()
     model.save_pretrained(checkpoint)
@@ -351,7 +351,7 @@ def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
     assert hidden.sum() == 1229 and labels[hidden].equal(text.test[: labels.numel()].view(-1, 64)[hidden])
     assert mlm.unit == clm.unit == "tokens" and mlm.digest() == clm.digest() != tasks.text_digest()
     assert clm.test(100, 0)[0].flatten().equal(text.test[:8100])
-    # The symbols are ordinary tokens, one for each, and answers are the same ones.
+    # Each symbol becomes one ordinary token, and the answers are unchanged.
     own, mapped = tasks.COMPARED["copy"], tokenised.task("copy", minilm)
     (ours, scored), (theirs, wanted) = own.test(5, 50), mapped.test(5, 50)
     pairs = {*zip(ours.flatten().tolist(), theirs.flatten().tolist(), strict=True)}
@@ -394,7 +394,7 @@ def test_wrong_flags(wrong, message, tmp_path, capsys):
 
 
 def part_by_hand(label, by_encoding, refused=()):
-    """A host whose models were trained to copy 4 symbols: {encoding: {length: exact match of each seed}}."""
+    """The part of a study for one model, made from {encoding: {length: score of each seed}}. The models learned 4 symbols."""
     made = [
         {
             "task": "classification",
@@ -422,7 +422,7 @@ def test_the_table_by_hand():
     assert [[*column.cells] for column in table.columns] == [
         [
             "[bold]first, classification, L = 4 symbols: accuracy[/bold]",
-            "learned †",  # by what is right at 2 L
+            "learned †",  # sorted by the accuracy at 2 L
             "none",
             "cope",
             "[bold]second, classification, L = 4 symbols: accuracy[/bold]",
@@ -445,13 +445,13 @@ def test_differences_are_paired_by_seed():
     ]
     results = Results(rows)
     mean = results.difference("classification", "alibi", "none", 4, "accuracy")
-    # Of 0.1 and 0.2: standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706.
+    # 0.1 and 0.2: standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706.
     assert (mean.mean, mean.half) == (pytest.approx(0.15), pytest.approx(12.706 * 0.1 / 2, rel=1e-3))
     assert results.difference("classification", "rope", "alibi", 4, "accuracy") is None
 
 
 def test_a_changed_class_is_another_setting(tmp_path, monkeypatch, own_registry):
-    """Whose runs aren't mixed with those of the class before."""
+    """Runs of a changed class aren't mixed with runs of the previous class."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "changing.py"
@@ -515,7 +515,7 @@ class Window(hf_posenc.PositionEncoding, type="window"):
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
-    """Runs all commands of docs/guides/compare.md, smaller and shorter, with the files that it names."""
+    """All commands of docs/guides/compare.md run, smaller and shorter, with the files that the page names."""
     page = (ROOT / "docs" / "guides" / "compare.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -523,7 +523,7 @@ def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     (tmp_path / "my_window.py").write_text(WINDOW)
     trained, tested = tasks.texts()
     monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
-    monkeypatch.setattr(several, "draw", lambda parts, path: None)  # half of the time
+    monkeypatch.setattr(several, "draw", lambda parts, path: None)  # takes half of the time
     shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
     commands = re.findall(
         r"^(?:python|accelerate launch --config_file (\S+)) (scripts/\S+) (.*)$", joined_lines(page), re.MULTILINE

@@ -1,4 +1,4 @@
-"""`hf-posenc convert`, and the comparison that it ends with."""
+"""`hf-posenc convert`, and the comparison at its end."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def embedder(model, folder):
 
 
 def test_a_command(folder, tmp_path, launch, monkeypatch):
-    """With its training, in the launcher's process."""
+    """The command trains the model, here in the launcher's process."""
 
     def trained(command, **how):
         (code,), _ = launch("distill", *command[3:])
@@ -70,7 +70,7 @@ def test_a_command(folder, tmp_path, launch, monkeypatch):
     assert not loading["missing_keys"]
     assert made.config.position_encoding == expected.config.position_encoding and made.config.position_encoding["per_layer"]
     assert BertTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
-    # The body is trained, the head is the original's.
+    # The body is trained. The head is that of the original.
     head, body = "cls.predictions.transform.dense.weight", "bert.encoder.layer.0.output.dense.weight"
     assert torch.equal(made.get_parameter(head), expected.get_parameter(head))
     assert not torch.equal(made.get_parameter(body), expected.get_parameter(body))
@@ -94,7 +94,7 @@ def test_with_questions_of_ones_own(folder, tmp_path):
 
 @pytest.mark.slow
 def test_trained_without_the_repository(folder, tmp_path):
-    """By the package alone, as pip installs it, in a folder that isn't the repository."""
+    """Training needs only the package as pip installs it, in a directory outside the repository."""
     shutil.copytree(ROOT / "hf_posenc", tmp_path / "site" / "hf_posenc", ignore=shutil.ignore_patterns("__pycache__"))
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
     texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")
@@ -124,7 +124,7 @@ def test_refuses(folder, tmp_path, arguments, words):
 
 
 def test_questions_of_short_texts(folder):
-    """Where no text is longer than the original reads, a sentence from anywhere."""
+    """If no text is longer than the original's maximum length, the query is a sentence from anywhere in the text."""
     short = [" ".join(text.split(". ")[:2]) + "." for text in texts()]
     short = [text.replace(". ", ".\n\n") for text in short]
     original = embedder(stock("bert"), folder)
@@ -136,7 +136,7 @@ def test_questions_of_short_texts(folder):
 
 
 def test_lengths(folder):
-    """Doubling until half of the documents are whole."""
+    """The lengths double until half of the documents fit."""
     original = embedder(stock("bert"), folder)
     documents = ["river " * size for size in (100, 100, 300, 600, 600)]
     assert model_comparison.lengths_of(original, documents, None) == [128, 256, 512]
@@ -145,7 +145,7 @@ def test_lengths(folder):
 
 
 def test_compared_with_each_use_of_the_original(folder):
-    """The figures are those of `scores`, method by method."""
+    """The figures equal those of `scores` for each method."""
     model = patched("bert", "alibi")
     original, converted = embedder(stock("bert"), folder), embedder(model, folder)
     pairs = [model_comparison.Pair(text.split(". ")[0], text) for text in texts(24)]

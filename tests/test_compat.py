@@ -1,4 +1,4 @@
-"""Other versions of Transformers and torch: tools/compat.py, with the oldest ones that are supported."""
+"""Other versions of Transformers and torch: tools/compat.py with the oldest supported versions."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,10 @@ def test_table():
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_oldest_versions():
-    """The smoke set and the contract there; checkpoints from there to here and back. Downloads some 100 MB, with CUDA 3 GB."""
+    """The smoke set and the contract pass in the oldest versions, and checkpoints load in both directions.
+
+    The test downloads about 100 MB, or 3 GB with CUDA.
+    """
     package = compat.wheel()
     try:
         compat.create("oldest", package)

@@ -1,4 +1,4 @@
-"""Models made of several: one of them gets an encoding, and the parent saves, loads, generates and trains with it."""
+"""Composite models: one submodel gets an encoding, and the parent saves, loads, generates, and trains with it."""
 
 import copy
 import itertools
@@ -43,11 +43,11 @@ SIZES = {name: value for name, value in BERT.items() if name not in ("max_positi
 SEEING = dict(SIZES, image_size=16, patch_size=8)
 READING = dict(LLAMA, vocab_size=VOCABULARY)
 IMAGE = VOCABULARY - 1
-"""The token in whose place a vision-language model puts what it sees."""
+"""The placeholder token that a vision-language model replaces by image features."""
 WAYS = ("sinusoidal", "rope", "alibi", "shaw")
-"""An encoding for each way to act."""
+"""One encoding for each mechanism."""
 OPTIONS: dict[str, dict[str, Any]] = {"rope": {"theta": 100.0}}
-"""Options by which an encoding is not the host's own."""
+"""Options that make an encoding differ from the original one."""
 
 
 def config(prefix, *args, **kwargs):
@@ -59,7 +59,7 @@ def image(seed=0):
 
 
 def text():
-    """Token ids with an image in them, the second row padded on the left."""
+    """Token ids with an image, with left padding in the second row."""
     ids = tokens(length=12, seed=3).clamp(max=IMAGE - 4)
     ids[:, 5:9] = IMAGE
     mask = torch.ones_like(ids)
@@ -123,10 +123,10 @@ def vision_encoder_decoder():
 
 @dataclass(frozen=True)
 class Parent:
-    """A model made of several.
+    """A composite model.
 
-    config, inputs: functions that make them. head: of a class that has one, with the Auto class that loads it.
-    submodels: those within it that can be patched.
+    config, inputs: functions that make them. head: the name of a class with a head. auto: the Auto class that loads it.
+    submodels: those that can be patched.
     """
 
     config: Any
@@ -138,7 +138,7 @@ class Parent:
 
 
 def seeing(name, make, submodels=("language_model",), inputs=None, **more):
-    """A model that reads text with an image in it."""
+    """A model that reads text with an image."""
     inputs = inputs or (lambda: {**text(), "pixel_values": image(), **{key: value() for key, value in more.items()}})
     return Parent(make, inputs, submodels, f"{name}Model", f"{name}ForConditionalGeneration", AutoModelForImageTextToText)
 
@@ -165,12 +165,12 @@ PARENTS = {
     ),
 }
 GENERATING = ("llava", "gemma3", "paligemma", "qwen2_vl")
-"""Parents of one decoder that reads text with an image in it."""
+"""Parents of one decoder that reads text with an image."""
 PATCHABLE = [(name, submodel) for name, parent in PARENTS.items() for submodel in parent.submodels]
 
 
 def parent(name, head=True, seed=0):
-    """A tiny random stock model, its norms around one, so that both of its models matter."""
+    """A tiny random original model. Its norm weights are around one, so that both submodels affect the output."""
     made = PARENTS[name]
     torch.manual_seed(seed)
     cls = getattr(transformers, made.head if head and made.head else made.base)
@@ -220,7 +220,7 @@ def test_patch_and_unpatch(name, submodel, encoding):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Patched parents, saved, and their outputs: folder -> Auto class, inputs, output."""
+    """Saved patched parents and their outputs: directory -> Auto class, inputs, output."""
     root, cases = tmp_path_factory.mktemp("parents"), {}
     for (name, submodel), encoding in zip(PATCHABLE, itertools.cycle(WAYS), strict=False):
         model, inputs = with_encoding(name, encoding, submodel), PARENTS[name].inputs()
@@ -256,7 +256,7 @@ def test_the_configs_within_are_stock(folders):
 
 @pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
 def test_saved_again_is_the_same(name, folders, tmp_path):
-    """Also with a head and loaded without, and the other way round."""
+    """Saving a loaded model again gives the same output, also if it is loaded without its head or with a new one."""
     root, cases = folders
     folder = next(folder for folder in cases if folder.name.startswith(name))
     auto, inputs, expected = cases[folder]
@@ -336,7 +336,7 @@ def test_from_scratch(name, tmp_path):
     model.save_pretrained(tmp_path)
     again, inputs = AutoModel.from_pretrained(tmp_path), PARENTS[name].inputs()
     assert_equal(run(again, inputs), run(model, inputs))
-    # A config whose parts became derived ones in another model, asked for another encoding.
+    # A config whose submodels have an encoding in another model can request another encoding.
     reused = copy.deepcopy(model.config)
     reused.position_encoding = {"type": "alibi", "submodel": submodel}
     other = AutoModel.from_config(reused)
@@ -347,7 +347,7 @@ def test_from_scratch(name, tmp_path):
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_images_and_padding(name):
-    """A token's position is its number among those that the mask shows, images' tokens among them."""
+    """A token's position is its index among the tokens that the mask shows, including image tokens."""
     model, inputs = with_encoding(name, "sinusoidal"), PARENTS[name].inputs()
     together = run(model, inputs)[1, 3:]
     rows = {key: value.chunk(2)[1] for key, value in inputs.items()}
@@ -362,7 +362,7 @@ def test_images_and_padding(name):
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_generate(name):
-    """With a cache as without, and as one forward pass over prompt and answer."""
+    """Generation gives the same logits with and without a cache, and in one forward pass over prompt and answer."""
     model, inputs = with_encoding(name, "+".join(WAYS)), PARENTS[name].inputs()
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
     options["suppress_tokens"] = list(range(IMAGE - 4, VOCABULARY))
@@ -374,12 +374,12 @@ def test_generate(name):
     for key in inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
         whole[key] = torch.cat([inputs[key], torch.zeros(2, grown, dtype=torch.long)], 1)
     if name == "paligemma":
-        return  # its prompt sees itself whole, and its answer only what is before
+        return  # a prompt token sees the whole prompt, and an answer token only earlier tokens
     assert_close(torch.stack(cached.logits, 1), run(model, whole)[:, 11:-1])
 
 
 def test_a_cache_by_hand():
-    """M-RoPE's ids of a step behind an image are not those of a text."""
+    """M-RoPE's ids of a step after an image differ from those of a text."""
     model, inputs = with_encoding("qwen2_vl", "sinusoidal"), PARENTS["qwen2_vl"].inputs()
     more = tokens(length=4, seed=9).clamp(max=IMAGE - 4)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(more)], 1)
@@ -436,7 +436,7 @@ def test_which_model():
 
 @pytest.mark.parametrize("name", ["llava", "vision-encoder-decoder"])
 def test_generate_with_images_read_otherwise(name):
-    """The text's positions stay the host's, as `generate` makes them."""
+    """The text keeps the original positions that `generate` makes."""
     inputs = {key: value for key, value in PARENTS[name].inputs().items() if not key.startswith("decoder")}
     model = with_encoding(name, "sinusoidal+shaw", PARENTS[name].submodels[1])
     options = dict(max_new_tokens=5, min_new_tokens=5, output_logits=True, return_dict_in_generate=True)
@@ -456,7 +456,9 @@ def test_one_encoding_for_a_parent():
 
 
 def test_children_that_were_patched_by_themselves(tmp_path):
-    """They reload within a stock parent, which makes them by AutoModel. The parent isn't patched over them."""
+    """Patched submodels reload within an original parent, which builds them by AutoModel. Patching the parent then raises an
+    error.
+    """
     encoder = patched("bert", "alibi")
     decoder = stock("gpt2", "LMHeadModel", add_cross_attention=True)
     model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
@@ -498,7 +500,7 @@ def test_the_parents_folder_for_a_childs_class(tmp_path):
 
 
 def test_attention_implementations(monkeypatch):
-    """Parents set those of their children."""
+    """Parents set the implementations of their submodels."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", ALL_ATTENTION_FUNCTIONS["sdpa"])
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
     model, inputs = with_encoding("clip", "alibi"), PARENTS["clip"].inputs()
@@ -515,7 +517,7 @@ def test_attention_implementations(monkeypatch):
 
 
 def test_attentions_and_hidden_states():
-    """In a new process, in which no derived model was built by its own class before."""
+    """Shapes match in a new process where no class has built a derived model before."""
     code = (
         "import torch; from test_composites import PARENTS, parent, with_encoding\n"
         "inputs, given = PARENTS['clip'].inputs(), dict(output_attentions=True, output_hidden_states=True)\n"

@@ -1,5 +1,7 @@
-"""Biases that depend on what queries and keys hold (Shaw, DeBERTa, Transformer-XL, CoPE, FoX) or on their own positions (FIRE,
-TUPE), against their papers' formulas in slow float64 loops, and against the libraries that have them.
+"""Biases that depend on the content of queries and keys (Shaw, DeBERTa, Transformer-XL, CoPE, FoX) or on their absolute
+positions (FIRE, TUPE).
+
+The tests compare them with their papers' formulas in float64 loops, and with other libraries that implement them.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, D hidden_size.
 """
@@ -31,7 +33,7 @@ double = functools.partial(make, seed=5, dtype=torch.float64)
 
 
 def context_of_last(encoding, keys_at, queries, consecutive):
-    """The context of the last of these keys `[B][K]` as queries."""
+    """The context of the last of these keys `[B][K]`, as queries."""
     keys = torch.tensor(keys_at)
     past = keys.shape[1] - queries
     start = past - keys[:, past:][:, :1]
@@ -40,7 +42,7 @@ def context_of_last(encoding, keys_at, queries, consecutive):
 
 
 def bias_of(encoding, positions, keys=None, length=None, **more):
-    """`[B, H, Q, K]` of queries and keys whose content doesn't count."""
+    """The bias `[B, H, Q, K]` of queries and keys with zero content."""
     context = context_of(encoding, positions, keys, **more)
     length = length or len((keys or positions)[0])
     return encoding("score_bias", torch.zeros(1, H, len(positions[0]), E), torch.zeros(1, H, length, E), context)
@@ -52,7 +54,7 @@ def entries(query, key, one):
     return torch.stack([one(*index) for index in torch.cartesian_prod(*map(torch.arange, shape)).tolist()]).reshape(shape)
 
 
-# The papers' formulas. queries_at, keys_at: positions `[B][Q]`, `[B][K]`. texts: which of several each key is of, as letters.
+# The papers' formulas. queries_at, keys_at: positions `[B][Q]` and `[B][K]`. texts: the packed text of each key, as a letter.
 
 
 def shaw(encoding, query, key, queries_at, keys_at, texts):
@@ -71,7 +73,7 @@ def deberta(encoding, query, key, queries_at, keys_at, texts):
     span = encoding.buckets or encoding.max_distance
 
     def row(distance):
-        """δ, of a distance which is put into its bucket first."""
+        """δ of a distance, which is assigned to a bucket first."""
         if encoding.buckets and abs(distance) > (half := encoding.buckets // 2):
             ratio = math.log(abs(distance) / half) / math.log((encoding.max_distance - 1) / half)
             distance = math.copysign(half + math.ceil(ratio * (half - 1)), distance)
@@ -101,7 +103,7 @@ def transformer_xl(encoding, query, key, queries_at, keys_at, texts):
 
 
 def between(texts, b, j, i):
-    """The keys from j to i, of one text."""
+    """The keys from j to i that belong to the same text."""
     return [index for index in range(j, i + 1) if texts[b][index] == texts[b][j]]
 
 
@@ -132,7 +134,7 @@ def fox(encoding, query, key, queries_at, keys_at, texts):
 
 
 def fire(encoding, query, key, queries_at, keys_at, texts, longest=None):
-    """longest: n_i of the query at i in a row of the batch; in decoders i."""
+    """longest: a function that returns n_i of the query at position i in row b. In decoders, n_i is i."""
     c, length = encoding.logarithms.exp()
 
     def psi(x):
@@ -179,7 +181,7 @@ OPTIONS = {
     "tupe untied": {"max_length": 400, "untie_cls": True},
     "tupe short": {"max_length": 6, "untie_cls": True},  # fewer rows than positions: the whole table is projected
 }
-# Positions of all keys, the texts that they are of (-: padding), how many of the last are queries, whether they rise by one.
+# The positions of all keys, their texts (-: padding), the number of queries at the end, and whether positions increase by one.
 TOKENS = {
     "from 0": ([[0, 1, 2, 3, 4, 5]] * 2, ["aaaaaa"] * 2, 6, True),
     "left padding": ([[-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]], ["--aaaa", "aaaaaa"], 6, True),
@@ -195,7 +197,7 @@ TOKENS = {
 
 
 def real(texts, queries):
-    """`[B, 1, Q, K]`: the keys of its own text that each query sees which is no padding."""
+    """`[B, 1, Q, K]`: whether a query sees a key. The key must be in the same text, not padding, and not later."""
     keys = len(texts[0])
     seen = [[[j <= i and row[j] == row[i] != "-" for j in range(keys)] for i in range(keys - queries, keys)] for row in texts]
     return torch.tensor(seen)[:, None]
@@ -234,7 +236,9 @@ def test_scores_and_gradients(name, tokens):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 @torch.no_grad()
 def test_precision(name, dtype, tolerance):
-    """Of a long text, in units of the largest score. FIRE rounds nothing but its parameters, also under autocast."""
+    """The errors in a long text are small relative to the largest score. FIRE rounds only its parameters, also
+    under autocast.
+    """
     kind, length = name.replace(",", "").split()[0], 6 if name == "tupe short" else 400
     encoding = make(kind, seed=5, dtype=dtype, **OPTIONS[name])
     exact = make(kind, **OPTIONS[name]).double()
@@ -270,7 +274,9 @@ def test_deberta_agrees_with_transformers_on_buckets(buckets, max_distance):
 @pytest.mark.parametrize("terms", ["c2p", "p2c", "c2p+p2c"])
 @pytest.mark.parametrize(("buckets", "max_distance", "length"), [(0, 16, 16), (8, 64, 64)])
 def test_deberta_agrees_with_transformers(terms, buckets, max_distance, length):
-    """Up to the span, at which the rows of its position-to-content term, in reverse, are clipped one distance earlier."""
+    """The bias agrees below the span. At the span, Transformers clips the reversed rows of its position-to-content term one
+    distance earlier.
+    """
     encoding = double("deberta", terms=terms, buckets=buckets, max_distance=max_distance)
     config = DebertaV2Config(
         hidden_size=H * E,
@@ -303,8 +309,9 @@ def test_deberta_agrees_with_transformers(terms, buckets, max_distance, length):
 
 
 def test_transformer_xl_at_huge_positions():
-    """Where float32 angles would be off by 0.7. What positions there are changes nothing, neither for keys that rise by one
-    nor for others."""
+    """At these positions, float32 angles would be off by 0.7. The scores don't depend on the absolute positions, whether keys
+    increase by one or not.
+    """
     encoding = make("transformer_xl", seed=5)
     query, key = (random(1, H, 5, E, seed=seed, dtype=torch.float32) for seed in (0, 1))
     found = [
@@ -317,7 +324,7 @@ def test_transformer_xl_at_huge_positions():
 
 
 def test_transformer_xl_makes_no_vectors_of_pairs():
-    """The largest tensor has about two numbers for each query, key and head."""
+    """The largest tensor has about two numbers for each query, key, and head."""
     encoding, length, sizes = double("transformer_xl"), 64, []
     query, context = random(1, H, length, E), context_of_last(encoding, [list(range(64))], 64, True)
 
@@ -347,7 +354,7 @@ def test_cope_agrees_with_x_transformers():
 
 
 def test_fox_agrees_with_x_transformers():
-    """Whose gates come from the layer's input: here each head has the same key as input."""
+    """In x-transformers, gates are computed from the layer's input. Here, each head has the same key as input."""
     theirs = pytest.importorskip("x_transformers.x_transformers").DataDependentAlibi(E, H).double()
     encoding = double("fox")
     theirs.to_forget_gates[0].weight.data, theirs.to_forget_gates[0].bias.data = encoding.weight.data, encoding.bias.data
@@ -365,7 +372,7 @@ def test_fox_forgets_at_several_rates_before_it_learns():
 
 
 def test_fox_of_a_long_text():
-    """After 100,000 tokens, neighbours still differ by one gate; and one which is all but shut is no infinity."""
+    """After 100,000 tokens, adjacent keys still differ by one gate. A nearly closed gate gives no infinity."""
     encoding = make("fox", seed=5)
     key = random(1, H, 100_000, E, dtype=torch.float32)
     key[:, :, -1] *= 1e4
@@ -386,12 +393,12 @@ def test_encoders_refuse_what_is_for_decoders(kind):
 @pytest.mark.parametrize("kind", COUNTING)
 @torch.no_grad()
 def test_padding_is_not_counted(kind):
-    """Of prompts padded on the left, the right and not at all in one batch, decoded with a cache; each as if it were alone."""
+    """Prompts with left padding, right padding, and no padding decode in one batch with a cache as each does alone."""
     model, ids = patched("gpt2", kind, n_positions=32), tokens(4, 12)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 0, 0, 0, 0, 0]])
     whole = torch.nn.functional.pad(mask, (0, 5), value=1)
     alone = [first(model(ids[row, shown][None]))[0, -5:] for row, shown in enumerate(whole.bool())]
-    for given, static in ((whole, True), (whole[:2], True), (whole[:2], False)):  # without a full row, too
+    for given, static in ((whole, True), (whole[:2], True), (whole[:2], False)):  # also without a full row
         cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
         decoded = in_pieces(model, ids[: len(given)], (7, 8, 10), given, cache)
         assert_close(list(decoded[:, 7:]), alone[: len(given)])
@@ -400,7 +407,7 @@ def test_padding_is_not_counted(kind):
 @pytest.mark.parametrize("kind", ["deberta", "transformer_xl", "cope", "fox"])
 @torch.no_grad()
 def test_a_sliding_window(kind):
-    """Its cache has dropped the keys that queries don't see any more, and with them what lies behind those."""
+    """The cache has dropped the keys outside the window, and everything before them."""
     model = randomize_encoding(hf_posenc.patch(tiny("MistralModel", sliding_window=5), kind))
     ids, mask = tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
     expected, mask[0, :3] = first(model(ids)), 0
@@ -410,7 +417,7 @@ def test_a_sliding_window(kind):
 
 
 class KeepsNewest(DynamicLayer):
-    """A cache that gives out the two newest keys alone, and says that it holds all."""
+    """A cache that returns only the two newest keys, and claims that it holds all keys."""
 
     seen = 0
 
@@ -440,7 +447,7 @@ def test_a_cache_without_the_keys_between(kind):
 @pytest.mark.parametrize("of_padding", [0, 4])
 @torch.no_grad()
 def test_padding_between_a_prefix_and_tokens_is_not_counted(encoding, of_padding):
-    """Whatever ids it has: prefix tuning and `generate` give it the next token's, or others."""
+    """The ids of the padding don't matter. Prefix tuning and `generate` give padding the id of the next token, or others."""
     model, prefix, text = patched("gpt2", encoding), tokens(1, 4), tokens(1, 5, seed=1)
     expected = first(model(torch.cat([prefix, text], dim=1)))[:, 4:]
     cache = DynamicCache(config=model.config)
@@ -476,17 +483,17 @@ def assert_fire(encoding, actual, positions, there, longest):
 
 @pytest.mark.parametrize(("positions", "keys"), ENCODERS.values(), ids=ENCODERS)
 def test_fire_in_encoders(positions, keys):
-    """n_i is the text's last position, and distances to later keys are negative."""
+    """n_i is the last position of the text, and distances to later keys are negative."""
     encoding = double("fire", width=7, is_causal=False)
     actual = bias_of(encoding, positions, keys, start=[[0]] * len(positions))
-    # The keys of right padding go on by index; the mask hides them.
+    # The positions of right padding continue by index. The mask hides these keys.
     there = keys or [list(range(len(row))) for row in positions]
     assert_fire(encoding, actual, there, there, lambda b, i: max(positions[b]))
 
 
 @pytest.mark.parametrize("queries", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[7]]])
 def test_fire_between_stacks(queries):
-    """n_i is the greater of the query's position and the last one that the encoder's mask shows."""
+    """n_i is the greater of the query's position and the last position that the encoder's mask shows."""
     encoding = double("fire", width=7, is_causal=False)
     cross = CrossContext(encoding, torch.tensor([[0, 1, 1, 1, 1, 0]]))
     own = PositionContext(None, torch.tensor(queries), 0, torch.zeros(1, 1), cross=cross)
@@ -496,12 +503,12 @@ def test_fire_between_stacks(queries):
 
 
 def test_fire_start():
-    """c, L and an MLP that begins as torch's layers; the values are the paper's."""
+    """c and L have the paper's values. The MLP is initialized as torch's layers are."""
     encoding, other = make("fire"), make("fire", c=2.0, threshold=9, width=3)
     assert encoding.hidden_weight.shape == (32,) and encoding.weight.shape == (H, 32)
     assert encoding.logarithms.exp().tolist() == pytest.approx([0.1, 512.0])
     assert other.logarithms.exp().tolist() == pytest.approx([2.0, 9.0])
-    # Up to the threshold a bias depends on the distance alone.
+    # Up to the threshold, a bias depends only on the distance.
     bias = bias_of(encoding, [list(range(40))])[0]
     torch.testing.assert_close(bias[:, 5, :6], bias[:, 30, 25:31])
     assert (bias[:, 30, 1:31] - bias[:, 30, :30]).abs().amax(0).min() > 1e-4
@@ -521,7 +528,9 @@ def test_fire_is_finite_for_all_parameters(value, is_causal):
 
 @pytest.mark.parametrize("length", [1, 9, 10])
 def test_fire_in_chunks(monkeypatch, length):
-    """Never more hidden values at once than CHUNK, none kept for the backward pass, and all as in one piece."""
+    """There are never more than CHUNK hidden values at once, and none are kept for the backward pass. The results equal those
+    of one piece.
+    """
     encoding, width = make("fire", seed=0), 32
     compute = functools.partial(bias_of, encoding, [list(range(length))])
     whole = compute()
@@ -578,9 +587,9 @@ def test_between_stacks_padding_and_caches_change_nothing(kind):
 @pytest.mark.parametrize(
     ("positions", "length", "rows", "most"),
     [
-        ([[500]], 501, 512, 501 * D * H + 2 * D * H * E),  # the other way, all keys are projected: 501 · D · H · E
-        ([list(range(20))] * 30, 20, 20, 2 * 20 * D * H * E + 30 * 20 * 20 * H * E),  # the table once, not 30 texts
-        ([list(range(20))], 20, 10**5, 2 * 20 * D * H * E + 20 * 20 * H * E),  # 20 rows of a long table
+        ([[500]], 501, 512, 501 * D * H + 2 * D * H * E),  # the other way projects all keys: 501 · D · H · E
+        ([list(range(20))] * 30, 20, 20, 2 * 20 * D * H * E + 30 * 20 * 20 * H * E),  # projects the table once, not 30 texts
+        ([list(range(20))], 20, 10**5, 2 * 20 * D * H * E + 20 * 20 * H * E),  # projects 20 rows of a long table
     ],
     ids=["a cache", "texts", "a long table"],
 )
@@ -593,7 +602,7 @@ def test_tupe_multiplies_no_more_than_it_has_to(positions, length, rows, most):
 
 
 def test_tupe_start():
-    """Biases of about 0.2, whatever the width; theta at 0."""
+    """The biases are about 0.2 for any width, and theta is 0."""
     for size in (64, 512):
         encoding = oracles.make("tupe", size, H, size // 4, max_length=128, untie_cls=True)
         bias = bias_of(encoding, [list(range(128))])[0]
@@ -607,7 +616,7 @@ def test_tupe_beyond_its_table():
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, LENGTH]]))
     with pytest.raises(ValueError, match=f"max_length={LENGTH}.*truncat"):
         model(tokens(1, LENGTH + 1))
-    with pytest.raises(ValueError, match="Positions up to 5 .* the 4 position embeddings"):  # an encoder's keys, say
+    with pytest.raises(ValueError, match="Positions up to 5 .* the 4 position embeddings"):  # such as an encoder's keys
         bias_of(make("tupe", max_length=4), [[0]], [[0, 1, 2, 3, 4, 5]])
     with pytest.raises(ValueError, match=f"max_length={LENGTH + 1}|limited to its max_length"):
         hf_posenc.extend(model, max_length=LENGTH + 1)

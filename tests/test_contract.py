@@ -1,7 +1,7 @@
-"""What holds for every host with every encoding: each model is patched once, and then all checks run on it.
+"""Properties of every model with every encoding. Each model is patched once, and then all checks run on it.
 
-`make test` runs each encoding on one host, and each host unlike those before it with three encodings; `make test-all` runs the
-whole product, and on the pairs of `make test` checks which are slow by nature.
+`make test` runs each encoding on one model. It also runs each model that differs from those before it with three encodings.
+`make test-all` runs all pairs, and adds slow checks on the pairs of `make test`.
 """
 
 import functools
@@ -31,12 +31,13 @@ from models import (
 
 WAYS = ("sinusoidal", "rope", "alibi", "shaw", "relative")
 ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDIO_HOSTS][2:]}
-"""Built as others of these are."""
+"""Models that are built like another model in these lists."""
 
 
 def chosen():
-    """The pairs of `make test`: each encoding on one host, and each host unlike those before it with all ways to act in one
-    composition and two of them alone, by turns."""
+    """The pairs of `make test`: each encoding on one model, and three encodings on each model that differs from those before
+    it. These three are a composition of all mechanisms and two single mechanisms, in turn.
+    """
     found = {}
     for turn, encoding in enumerate(VARIANTS):
         hosts = [host for host in ("bert", "gpt2", "llama") if suits(host, encoding)]
@@ -65,7 +66,7 @@ def parameters():
                 yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
 
 
-@pytest.mark.filterwarnings(  # the last one of a host's code
+@pytest.mark.filterwarnings(  # the last one of a model's code
     "ignore::FutureWarning",
     "ignore::DeprecationWarning",
     "ignore:.*does not support setting",
@@ -81,8 +82,10 @@ AUTO = {"encoder": "AutoModelForMaskedLM", "decoder": "AutoModelForCausalLM", "e
 
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory):
-    """Host and encoding -> what a new process finds wrong after reloading. One process for the pairs of `make test`,
-    one for the others of each host."""
+    """Model and encoding -> the errors that a new process finds after reloading.
+
+    One process checks the pairs of `make test`. Another process for each model checks the others.
+    """
 
     @functools.cache
     def found(host):
@@ -119,13 +122,15 @@ def save(it, path):
     ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
 )
 def test_save_and_reload(host, encoding, reloaded):
-    """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
+    """A new process reloads the model bare, with a head, from head to bare, from bare to another head, in bf16,
+    and unpatched.
+    """
     assert reloaded(host, encoding) == []
 
 
 @pytest.fixture(scope="module")
 def in_two_processes(tmp_path_factory, launch):
-    """What two processes have found."""
+    """The results of two processes."""
     folder = tmp_path_factory.mktemp("two")
     codes, said = launch("contract_worker", folder, processes=2)
     assert codes == [0, 0], said[-4000:]
@@ -139,7 +144,7 @@ def in_two_processes(tmp_path_factory, launch):
 def test_two_processes(name, host, encoding, in_two_processes):
     it, found = Subject(host, encoding), in_two_processes[name, host, encoding]
     if name == "tensor parallel" and not it.model.supports_tp_plan:
-        assert re.search("ValueError: .*has no `tp_plan`", found)  # an error of Transformers, for stock models, too
+        assert re.search("ValueError: .*has no `tp_plan`", found)  # an error of Transformers that original models raise also
         return
     if (name, encoding) == ("tensor parallel", "alibi"):
         assert re.search("ValueError: .*for 4 heads, but this attention has 2, .*tensor-parallel plan.*FSDP", found)

@@ -1,4 +1,4 @@
-"""`convert`: calibration against the original; what it is to reach is computed from whole attention matrices."""
+"""`convert`: calibration against the original model. The tests compute the target values from whole attention matrices."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from models import HOSTS, first, slow, stock, tiny, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
-"""max_distance of the encodings here."""
+"""max_distance of the encodings in this file."""
 
 
 def batch(length=LENGTH, count=TEXTS, seed=3):
@@ -34,14 +34,14 @@ def convert(host, encoding, head="Model", texts=None, **options):
 
 @torch.no_grad()
 def attentions(model, inputs):
-    """By layer `[B, H, L, L]`."""
+    """The attention of each layer, `[B, H, L, L]`."""
     model = copy.deepcopy(model).eval()
     model.set_attn_implementation("eager")
     return [each.double() for each in model(**inputs, output_attentions=True, use_cache=False).attentions]
 
 
 def masses(probabilities, reach=REACH):
-    """Attention by head and clipped distance, by plain loops: `[H, 2 reach + 1]`."""
+    """The attention for each head and clipped distance, computed in plain loops: `[H, 2 reach + 1]`."""
     total = torch.zeros(probabilities.shape[1], 2 * reach + 1, dtype=torch.double)
     length = probabilities.shape[-1]
     for query in range(length):
@@ -56,7 +56,7 @@ def divergence(theirs, ours):
 
 @pytest.mark.parametrize("host", ["bert", slow("roberta"), slow("distilbert"), "gpt2", "mpnet", slow("megatron-bert"), "llama"])
 def test_every_distance_gets_its_mass(host):
-    """At the minimum of the divergence, the attention at each distance adds up to what it is in the original."""
+    """At the minimum of the divergence, the total attention at each distance equals that of the original model."""
     model, new = convert(host, "relative", max_distance=REACH)
     for theirs, ours in zip(attentions(model, batch()), attentions(new, batch()), strict=True):
         expected, actual = masses(theirs), masses(ours)
@@ -131,7 +131,7 @@ def test_nearer_to_the_original_and_back(host, encoding):
 
 @pytest.mark.parametrize("host", ["bert", "albert"])
 def test_parameters_that_layers_share(host):
-    """One set of biases is fitted to all layers together."""
+    """`convert` fits one set of biases to all layers together."""
     _, own = convert(host, "relative", max_distance=REACH)
     _, shared = convert(host, "relative", max_distance=REACH, per_layer=False)
     assert shared.posenc.weight.shape == (4, 2 * REACH + 1)
@@ -153,7 +153,7 @@ def test_gradients_lead_where_masses_do(monkeypatch):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_is_not_calibrated_on(side):
-    """Two texts of 24 and 18 tokens: padded in one batch, or each by itself."""
+    """Texts of 24 and 18 tokens give the same result padded in one batch and in separate batches."""
     long, short = tokens(2, 24, 1), tokens(3, 18, 2)
     padded, mask = torch.zeros(5, 24, dtype=torch.long), torch.zeros(5, 24, dtype=torch.long)
     padded[:2], mask[:2] = long, 1
@@ -163,14 +163,14 @@ def test_padding_is_not_calibrated_on(side):
     _, actual = convert("bert", "relative", texts=[{"input_ids": padded, "attention_mask": mask}], max_distance=REACH)
     assert_equal(actual.state_dict(), expected.state_dict())
     assert hf_posenc.inspect(actual).calibration.tokens == 2 * 24 + 3 * 18
-    # Padding that is shown to nobody changes nothing, whatever it holds.
+    # The content of masked padding changes nothing.
     padded[mask == 0] = 7
     _, actual = convert("bert", "relative", texts=[{"input_ids": padded, "attention_mask": mask}], max_distance=REACH)
     assert_equal(actual.state_dict(), expected.state_dict())
 
 
 def test_rows_of_texts():
-    """Rows without token types are of type 0; texts without a token don't count, nor do texts that are known already."""
+    """Rows without token types are of type 0. Texts without a token don't count, nor do duplicates."""
     model, one, two = stock("bert"), tokens(3, 24, 1), tokens(3, 20, 2)
     types = torch.arange(24).expand(3, -1) // 12
     whole = [{"input_ids": one, "token_type_ids": types}, {"input_ids": two, "token_type_ids": torch.zeros_like(two)}]
@@ -189,7 +189,7 @@ def test_rows_of_texts():
 
 @pytest.mark.parametrize("encoding", ["relative", "shaw"])
 def test_under_what_the_caller_has_set(encoding):
-    """Inference mode, another default device and type, outputs as tuples."""
+    """`convert` works in inference mode, with another default device and data type, and with tuples as outputs."""
     model, texts = stock("bert"), [batch()]
     _, expected = convert(model, encoding, texts=texts, max_distance=REACH)
     model.config.return_dict = False
@@ -208,7 +208,7 @@ def test_refuses_what_is_not_finite():
 
 
 def test_saved_and_reloaded(tmp_path):
-    """Also without this package, and copied, and extended."""
+    """The converted model is the same after reloading with or without the package, after copying, and after `extend`."""
     model, new = convert("bert", "relative", max_distance=REACH, max_length=LENGTH)
     expected = first(new.eval()(**batch()))
     for twin in (hf_posenc.extend(new, max_length=2 * LENGTH), copy.deepcopy(new)):
@@ -233,7 +233,7 @@ def test_saved_and_reloaded(tmp_path):
 
 
 def test_experts_in_the_feed_forward_block(tmp_path):
-    """The last projection is of a shared expert, whose output is `[tokens, D]`: nothing is fitted, but it is saved."""
+    """The last projection belongs to a shared expert with output `[tokens, D]`. It isn't fitted, but it is saved."""
     _, new = convert(tiny("Qwen2MoeModel"), "relative", max_distance=REACH)
     assert not new.layers[0].mlp.shared_expert.down_proj.posenc.weight.any()
     assert new.layers[0].self_attn.o_proj.posenc.weight.any()
@@ -272,7 +272,7 @@ def test_modes_and_types_carry_over():
 
 
 def test_probabilities_that_float16_rounds_to_zero():
-    """They are small, and not hidden: the divergence counts them as float32 does."""
+    """These probabilities are small, not masked. The divergence counts them as in float32."""
     model = stock("bert")
     with torch.no_grad():
         for layer in model.encoder.layer:
@@ -299,7 +299,7 @@ def test_patching_another_model_with_its_dict_copies_no_report():
 
 
 def test_texts_are_cut_to_the_promised_length(minilm):
-    """Strings of 40 tokens, a promise of 16."""
+    """Strings of 40 tokens are truncated to max_length=16."""
     tokenizer, texts = AutoTokenizer.from_pretrained(minilm), [f"{i} " + "one two three " * 13 for i in range(8)]
     model = stock("bert", vocab_size=len(tokenizer))
     new = hf_posenc.convert(model, "relative", texts=texts, tokenizer=tokenizer, max_length=16, max_distance=4)
@@ -319,7 +319,7 @@ def test_on_a_gpu(encoding):
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("host", ["bert", "gpt2", slow("roberta"), slow("mpnet"), slow("albert")])
 def test_folders_without_a_vocabulary(host, saved, tmp_path):
-    """Transformers makes a tokenizer for most of them, whose every token is unknown."""
+    """Transformers builds a tokenizer for most of these directories, which maps every token to unknown."""
     stock(host).save_pretrained(tmp_path)
     if saved:
         try:
@@ -338,7 +338,7 @@ def test_folders_without_a_vocabulary(host, saved, tmp_path):
 
 @pytest.mark.parametrize("kind", ["deberta-v2", "mt5", "mbart", "whisper", slow("splinter"), slow("xglm")])
 def test_tokenizers_that_transformers_makes(kind, tmp_path):
-    """With special tokens, and some with a blank or a period besides."""
+    """Such a tokenizer has special tokens, and sometimes a space or a period."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="without a vocabulary"):
@@ -355,7 +355,7 @@ def test_texts_that_the_tokenizer_does_not_know(tokenizer):
 
 
 def test_vocabularies_of_two_tokens_count(tmp_path):
-    """Such as those of parity or of brackets."""
+    """Vocabularies of two tokens are valid, such as those for parity or brackets."""
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "(", ")"]))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     assert len(required_tokenizer(str(tmp_path))) == 7
@@ -423,13 +423,13 @@ def test_strings_and_the_tokenizers_length(minilm):
     assert tokenizer.model_max_length == hf_posenc.inspect(new).model_max_length
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_equal(options().state_dict(), new.state_dict())  # by the name of its folder
+        assert_equal(options().state_dict(), new.state_dict())  # by the name of its directory
     report = hf_posenc.inspect(new).calibration
     assert report.agreement > report.agreement_before and report.texts == 6
 
 
 def test_every_host_has_its_contributions():
-    """Tables, and in each layer two projections of the right width."""
+    """Each model has tables, and two projections of the right width in each layer."""
     from hf_posenc.architectures.detection import find_all
 
     for host in HOSTS:

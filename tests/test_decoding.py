@@ -1,4 +1,4 @@
-"""Decoders: caches, generation, packed sequences, cross-attention."""
+"""Decoders: caches, generation, packed sequences, and cross-attention."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def test_a_decode_step_rotates_one_key(monkeypatch):
 
 
 def test_a_static_cache_keeps_the_promise():
-    """Its size is checked against max_length; reading how full it is would wait for a GPU."""
+    """The size of a static cache is checked against max_length. Reading its fill level would wait for a GPU."""
     model = patched("gpt2", "alibi", "LMHeadModel", max_length=12)
     with pytest.raises(ValueError, match="static cache of 16 tokens is longer than max_length=12"):
         model(tokens(1, 5), **{CACHE: StaticCache(config=model.config, max_cache_len=16)})
@@ -42,7 +42,7 @@ def test_a_static_cache_keeps_the_promise():
 
 @pytest.mark.parametrize("encoding", ["rope", "relative"])
 def test_cross_attention_is_left_alone(encoding):
-    """Of a decoder with cross-attention, cached or not, only the self-attention gets positions."""
+    """In a decoder with cross-attention, cached or not, only the self-attention gets positions."""
     model = patched("gpt2", encoding, "LMHeadModel", add_cross_attention=True)
     states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     full = model(tokens(2, 9), encoder_hidden_states=states).logits
@@ -56,7 +56,9 @@ def test_cross_attention_is_left_alone(encoding):
 @pytest.mark.parametrize("encoding", ["alibi", ALL_WAYS])
 @torch.no_grad()
 def test_a_cache_changed_by_its_own_methods(encoding):
-    """Positions follow their keys, also through a copy and a pickle. A cache changed by hand is refused."""
+    """Positions follow their keys, also through a copy and a pickle. If a cache is changed in another way, the model raises an
+    error.
+    """
     model, ids = patched("gpt2", encoding), tokens(3, 8)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
@@ -93,7 +95,7 @@ def test_a_cache_changed_by_its_own_methods(encoding):
 
 @torch.no_grad()
 def test_keys_of_another_origin():
-    """Where a cache doesn't say where its keys are, the mask does."""
+    """If a cache doesn't record the positions of its keys, the mask determines them."""
     model, ids = patched("gpt2", "alibi"), tokens(2, 8)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
     filled = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
@@ -111,7 +113,7 @@ def test_keys_of_another_origin():
 @pytest.mark.parametrize("encoding", ["alibi", "shaw"])
 @torch.no_grad()
 def test_a_cache_that_a_compiled_model_filled(encoding):
-    """Reordered and cropped between calls, as by beam search and speculative decoding."""
+    """Beam search and speculative decoding can reorder and crop a compiled model's cache between calls."""
     model, ids = patched("gpt2", encoding, "LMHeadModel"), tokens(2, 8)
     compiled = torch.compile(model, backend="eager", dynamic=True)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
@@ -144,7 +146,9 @@ def test_a_mask_shorter_than_what_is_cached():
 )
 @torch.no_grad()
 def test_generate_with_an_encoder_turned_decoder(host, encoding, cached):
-    """The ids that `generate` makes are counted from 0, whatever the host's are. The oracle picks one token after another."""
+    """`generate` counts its ids from 0, even if the original model starts elsewhere. The reference implementation picks one
+    token after another.
+    """
     head = "LMHeadModel" if host == "bert" else "ForCausalLM"
     model = patched(host, encoding, head, is_decoder=True)
     ids, mask = tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
@@ -160,7 +164,7 @@ def test_generate_with_an_encoder_turned_decoder(host, encoding, cached):
 
 @torch.no_grad()
 def test_generate_keeps_a_users_ids():
-    """Given by hand they are counted as the host counts them, and go on by one."""
+    """Explicit position_ids use the count of the original model, and generation continues them by one."""
     model = patched("roberta", "learned", "ForCausalLM", is_decoder=True)
     ids, positions = tokens(1, 4), torch.tensor([[2, 3, 7, 8]])
     made = model.generate(ids, position_ids=positions, max_new_tokens=2, do_sample=False, eos_token_id=None)
@@ -174,7 +178,7 @@ def test_generate_keeps_a_users_ids():
 @pytest.mark.skipif(not PAGED, reason="other arguments before Transformers 5.18")
 @torch.no_grad()
 def test_continuous_batching():
-    """Its paged cache suits encodings that rotate or add vectors; those that bias are refused."""
+    """The paged cache supports rotary and additive encodings. Biases raise an error."""
     settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [tokens(1, 5)[0].tolist(), tokens(1, 9, seed=3)[0].tolist()]
     biased = patched("llama", "alibi", "ForCausalLM")
@@ -183,9 +187,9 @@ def test_continuous_batching():
     with pytest.raises(ValueError, match="model.generate with a padded batch"):
         biased(tokens(1, 5), read_index=[])
     rotated = patched("llama", "rope+logn", "ForCausalLM")
-    with pytest.raises(ValueError, match="LlamaAttention.*unrotated"):  # as of an attention whose cache isn't wrapped
+    with pytest.raises(ValueError, match="LlamaAttention.*unrotated"):  # as in an attention whose cache isn't wrapped
         rotated(tokens(1, 5), read_index=[], use_cache=False)
-    small = ContinuousBatchingConfig(num_blocks=8, page_size=16, max_batch_tokens=32)  # else most of the memory is the cache's
+    small = ContinuousBatchingConfig(num_blocks=8, page_size=16, max_batch_tokens=32)  # else the cache takes most of the memory
     outputs = rotated.generate_batch(prompts, generation_config=settings, continuous_batching_config=small)
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         expected = rotated.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)

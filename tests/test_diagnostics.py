@@ -1,4 +1,4 @@
-"""Diagnostics of encodings, against cases worked out by hand and loops over floats."""
+"""Diagnostics of encodings, compared with analytic results and with loops over floats."""
 
 import cmath
 import json
@@ -27,7 +27,7 @@ def close(actual, expected, within=1e-9):
 
 
 def embedding(function):
-    """An encoding whose vectors are the lists of floats that a function gives for each position."""
+    """An encoding whose vectors are the lists of floats that a function returns for each position."""
 
     class Own(hf_posenc.PositionEncoding, type="own"):
         def embed(self, positions):
@@ -76,8 +76,10 @@ def test_every_encoding_is_measured_or_refused_by_name(encoding):
 
 
 def test_similarity():
-    """Of vectors; of a rotation: a query and a key of ones give 2 cos(d f) for each pair of features, scaled by 1/√E; of a
-    causal bias; and of a rotation and a bias, which are added."""
+    """The similarity equals that of given vectors, a rotation, a causal bias, and the sum of a rotation and a bias.
+
+    For a rotation, a query and a key of ones give 2 cos(d f) for each pair of features, scaled by 1/√E.
+    """
     found = diagnostics.similarity(embedding(lambda p: [p + 1.0, 1.0]), 3, hidden_size=2, num_attention_heads=1)
     close(found.matrix, [[[2.0, 3, 4], [3, 5, 7], [4, 7, 10]]])
     close(found.cosine[0, 0, 2], 4 / math.sqrt(2 * 10))
@@ -97,7 +99,9 @@ def test_similarity():
 
 
 def test_decay():
-    """Of ALiBi; over positions, of dot products (i + 1)(j + 1), which at distance -1 are 2, 6 and 12; and of a window."""
+    """The decay equals that of ALiBi, of the dot products (i + 1)(j + 1), and of a window. At distance -1, these products are
+    2, 6, and 12.
+    """
     found = diagnostics.decay("alibi", 20, **EIGHT)
     assert found.distances == tuple(range(-19, 20)) and found.bound is None
     close(found.mean, [[-(2.0**-head) * abs(d) for d in found.distances] for head in range(1, 9)])
@@ -129,7 +133,7 @@ def test_bound_of_rope():
 
 
 def loops(matrix, near=None):
-    """Translation invariance, monotonicity and symmetry of a matrix as lists."""
+    """Translation invariance, monotonicity, and symmetry of a matrix that is given as lists."""
     size = range(len(matrix))
     cells = {(i, j): matrix[i][j] for i in size for j in size if math.isfinite(matrix[i][j])}
     beside = {place: value for place, value in cells.items() if place[0] != place[1]}
@@ -166,7 +170,9 @@ def test_matrix_properties(causal):
 
 
 def test_properties():
-    """Of ALiBi; of asymmetric biases, where earlier keys fall by m and later ones by √2 m; of vectors that grow, or are one."""
+    """The properties hold for ALiBi, asymmetric biases, growing vectors, and equal vectors. The asymmetric biases decrease by m
+    for earlier keys, and by √2 m for later keys.
+    """
     found = diagnostics.properties("alibi", 12, **EIGHT)
     for name in ("translation_invariance", "monotonicity", "local_monotonicity", "symmetry"):
         close(getattr(found, name), [1.0] * 8)
@@ -192,7 +198,9 @@ def test_sinusoids_are_shifted_by_one_matrix(layout):
 
 
 def test_shift_error_by_hand():
-    """p(t) = (t²,), k = 2: the best factor over even t, its error over odd t. Drawn vectors have no such matrix."""
+    """p(t) = (t²,), k = 2: the best factor is fitted on even t, and its error is measured on odd t. Random vectors have no such
+    matrix.
+    """
     found = diagnostics.shift_error(embedding(lambda p: [float(p * p)]), 9, offsets=[2], hidden_size=1, num_attention_heads=1)
     even, odd = range(0, 7, 2), range(1, 7, 2)
     factor = sum(t**2 * (t + 2) ** 2 for t in even) / sum(t**4 for t in even)
@@ -206,7 +214,9 @@ def test_shift_error_by_hand():
 
 
 def test_uniqueness():
-    """From the middle, position 4 of 9, a symmetric bias tells distances 0 to 4; from the end of a decoder all."""
+    """From position 4 of 9, a symmetric bias distinguishes distances 0 to 4. From the end of a decoder, it
+    distinguishes all.
+    """
     found = diagnostics.uniqueness(embedding(lambda p: [p // 2 * 3.0, 0.0]), 8, hidden_size=2, num_attention_heads=1)
     assert (found.distinct, found.least, found.nearest) == (4, 0.0, (0, 1))
     counted = diagnostics.uniqueness("counter", 8, **SMALL)
@@ -221,8 +231,10 @@ def test_uniqueness():
 
 
 def test_precision():
-    """bfloat16 has 8 significant bits: 257 is 256 there, and so are slopes 2^-h times these. float16 has 11. Pairs of positions
-    that are the same in float64 stay so."""
+    """bfloat16 has 8 significant bits, so 257 becomes 256, also when multiplied by slopes 2^-h. float16 has 11 bits.
+
+    Pairs of positions that are equal in float64 remain equal.
+    """
     dtypes = (torch.float32, torch.bfloat16)
     for encoding, sizes in (("counter", SMALL), ("alibi", EIGHT), ("alibi", {**EIGHT, "causal": True})):
         found = diagnostics.precision(encoding, 300, dtypes=dtypes, **sizes)
@@ -235,7 +247,7 @@ def test_precision():
 
 
 def test_what_a_head_does_not_see_counts_for_the_others():
-    """One head sees 4 positions, another one tells all apart; -inf beside -inf makes no NaN of that."""
+    """One head sees 4 positions, and another one distinguishes all. The difference of -inf and -inf doesn't become NaN."""
 
     class Window(hf_posenc.PositionEncoding, type="own_window"):
         sees_all = True
@@ -274,7 +286,7 @@ def test_wavelengths():
     close(scaled.frequencies, (module.frequencies / 2).tolist())
 
 
-# What is given.
+# Arguments.
 
 
 def layer():
@@ -303,7 +315,7 @@ def test_a_part_that_is_elsewhere_is_missed(encoding, here, missing):
 
 
 def test_the_modules_of_an_encoding_with_per_layer():
-    embedded = shared("llama", "sinusoidal+shaw").posenc  # all that embeds is there
+    embedded = shared("llama", "sinusoidal+shaw").posenc  # all additive parts are here
     assert diagnostics.similarity(embedded, 6, quantity="vectors").matrix.isfinite().any()
     with pytest.raises(ValueError, match="the part sinusoidal .*not shaw"):
         diagnostics.similarity(embedded, 6, quantity="scores")

@@ -1,5 +1,6 @@
-"""Biases that are a formula or a table of the distance: alibi, relative, t5, kerple, sandwich. Against the papers' formulas in
-float64 loops, and against other libraries' code.
+"""Biases that are a formula or a table of the distance: alibi, relative, t5, kerple, and sandwich.
+
+The tests compare them with the papers' formulas in float64 loops, and with other libraries.
 
 Shapes: H heads, N distances.
 """
@@ -27,7 +28,7 @@ SIDES = ["symmetric", "one_sided", "asymmetric"]
 
 
 def assert_biases(encoding, oracle):
-    """Its bias is `oracle(weight, head, distance)` in float64, and the gradient of `weight` is the oracle's."""
+    """The bias equals `oracle(weight, head, distance)` in float64, and so does the gradient of `weight`."""
     weight = encoding.weight.detach().double().requires_grad_() if hasattr(encoding, "weight") else torch.zeros(())
     for distances in (DISTANCES, NEAR):
         actual = encoding.distance_bias(torch.tensor(distances))
@@ -46,7 +47,7 @@ def assert_biases(encoding, oracle):
 
 
 def slopes_of(heads):
-    """The authors' rule, by recursion as in their code."""
+    """The authors' rule, recursive as in their code."""
     if math.log2(heads).is_integer():
         return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
     below = 2 ** math.floor(math.log2(heads))
@@ -56,8 +57,11 @@ def slopes_of(heads):
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("heads", [1, 2, 5, 8, 12])
 def test_alibi(heads, sides):
-    """one_sided, the authors' "nonsymmetric with mask": half of the heads for earlier keys, each half with the slopes of so
-    many heads. Learned slopes start as the fixed ones."""
+    """The biases follow the authors' rule. `one_sided` is the authors' "nonsymmetric with mask". Half of the heads act on
+    earlier keys, and each half has the slopes of its number of heads.
+
+    Learned slopes start as the fixed ones.
+    """
     if (heads, sides) == (1, "one_sided"):
         with pytest.raises(ValueError, match=r"alibi\.sides='one_sided' needs.*two heads.*'symmetric' or 'asymmetric'"):
             make("alibi", heads=1, sides=sides)
@@ -79,14 +83,14 @@ def test_alibi(heads, sides):
     assert_biases(encoding, oracle)
     assert_close(learned.distance_bias(torch.tensor(NEAR)), encoding.distance_bias(torch.tensor(NEAR)))
     assert_biases(drawn(learned), oracle)
-    if sides == "asymmetric":  # no two of the tokens near have the same bias, on whichever sides they are
+    if sides == "asymmetric":  # no two nearby tokens have the same bias, on either side
         for row in encoding.distance_bias(torch.arange(-64, 65)):
             assert row.sort().values.diff().min() > 1e-3 * row.abs().max() / 64
 
 
 @pytest.mark.parametrize("heads", range(1, 17))
 def test_alibi_agrees_with_bloom_and_mpt(heads):
-    """Both write what a causal row needs: m·j, and m·(j - last), equal in a softmax."""
+    """Both libraries compute the row of a causal mask: m·j, and m·(j - last). A softmax makes them equal."""
     bias = make("alibi", heads=heads).distance_bias(torch.arange(-19, 1))
     torch.testing.assert_close(bias, build_mpt_alibi_tensor(heads, 20)[:, 0], atol=1e-6, rtol=1e-6)
     bloom = build_alibi_tensor(torch.ones(1, 20, dtype=torch.long), heads, torch.float32)[:, 0]
@@ -95,7 +99,7 @@ def test_alibi_agrees_with_bloom_and_mpt(heads):
 
 @pytest.mark.parametrize("heads", [3, 8])
 def test_alibi_agrees_with_x_transformers(heads):
-    """Its bias is symmetric alone, with slopes of one's own, too."""
+    """The bias of x-transformers is always symmetric. It accepts given slopes also."""
     theirs = pytest.importorskip("x_transformers.x_transformers").AlibiPositionalBias
     index = torch.arange(50) - torch.arange(50)[:, None] + 49
     every = torch.arange(-49, 50)
@@ -103,14 +107,14 @@ def test_alibi_agrees_with_x_transformers(heads):
     learned = make("alibi", heads=heads, slopes="learned", seed=0)
     own = theirs(heads, slopes=learned.weight.tolist())(50, 50)
     assert_close(learned.distance_bias(every)[:, index].detach(), own)
-    # Of each side, an asymmetric one has the triangle of a symmetric one.
+    # Each side of an asymmetric bias equals the triangle of a symmetric bias.
     asymmetric = make("alibi", heads=heads, sides="asymmetric", slopes="learned", seed=0)
     lower, upper = (theirs(heads, slopes=row.tolist())(50, 50) for row in asymmetric.weight)
     assert_close(asymmetric.distance_bias(every)[:, index].detach(), lower.tril() + upper.triu())
 
 
 def test_sides_are_refused_where_there_is_one():
-    """And the error's remedy for a model of encoder and decoder works."""
+    """The error recommends a setting for encoder-decoder models, which works."""
     bart = tiny("BartModel")
     for sides in SIDES[1:]:
         with pytest.raises(ValueError, match=rf"alibi\.sides='{sides}' .*causal attention") as error:
@@ -126,8 +130,11 @@ ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned", "per_la
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
 def test_one_sided_heads_see_one_side(backend):
-    """With the first half of the heads at work alone, no token knows of a later one; with the other, of an earlier one; and
-    tokens that see themselves alone see no padding."""
+    """If only the first half of the heads is active, no token depends on later tokens. With the other half, none depends on
+    earlier tokens.
+
+    Tokens that see only themselves don't see padding.
+    """
     ids = tokens(1, 9)
     other = ids.clone()
     other[:, 5] = 3 + (other[:, 5] - 2) % 50
@@ -148,7 +155,7 @@ def test_one_sided_heads_see_one_side(backend):
 
 @torch.no_grad()
 def test_cross_attention_of_one_sided_heads_sees_no_padding():
-    """Queries behind the last key have none on one side: their heads take the keys there are."""
+    """Queries after the last key have no keys on one side. Their heads see all keys."""
     model = hf_posenc.patch(tiny("BartModel"), "alibi", where={"cross": ONE_SIDED, "encoder": "none", "decoder": "none"})
     randomize_encoding(model)
     states, target = model.encoder(tokens(1, 5))[0], tokens(1, 12)
@@ -164,7 +171,7 @@ def test_cross_attention_of_one_sided_heads_sees_no_padding():
 
 @pytest.mark.parametrize("max_distance", [1, 3, 20])
 def test_relative(max_distance):
-    """R of softmax((QKᵀ + R) / √E)."""
+    """The bias is R in softmax((QKᵀ + R) / √E)."""
     torch.manual_seed(0)
     encoding = make("relative", heads=300, max_distance=max_distance)
     weight = encoding.weight.detach()
@@ -177,7 +184,9 @@ def test_relative(max_distance):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (4, 5), (8, 200), (12, 13), (64, 1000)])
 def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
-    """Its buckets at any distance, its bias of new queries after cached keys, and the gradient of each bucket."""
+    """The buckets are equal at any distance. So are the bias of new queries after cached keys, and the gradient
+    of each bucket.
+    """
     encoding = make("t5", is_causal=is_causal, num_buckets=num_buckets, max_distance=max_distance, seed=0)
     distance = torch.cat([torch.arange(-3000, 3001), torch.tensor([-(10**9), 10**9])])
     expected = T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
@@ -210,7 +219,7 @@ def test_t5_agrees_with_mpnet_and_starts_as_t5_does():
 
 
 def kerple(kernel):
-    """-r1 · log(1 + r2 |d|) or -r1 · |d|^r2, of the raw values in `weight`."""
+    """-r1 · log(1 + r2 |d|) or -r1 · |d|^r2, from the raw values in `weight`."""
 
     def bias(weight, head, distance):
         r1, far = (1 + weight[0, head].exp()).log(), torch.tensor(float(abs(distance)), dtype=torch.float64)
@@ -224,7 +233,7 @@ def kerple(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("heads", [1, 3, 8])
 def test_kerple(kernel, heads):
-    """Parameters of half precision still give a float32 bias, for the caller to cast."""
+    """With half-precision parameters, the bias is still float32, so that the caller can cast it."""
     encoding = make("kerple", heads=heads, kernel=kernel, seed=0)
     assert_biases(encoding, kerple(kernel))
     with torch.no_grad():
@@ -238,7 +247,7 @@ def test_kerple(kernel, heads):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [-1e4, -60.0, -1.0, 0.0, 1.0, 60.0, 1e4])
 def test_kerple_takes_any_parameters(kernel, value):
-    """The bias is 0 at distance 0 and nowhere above, finite, with finite gradients, whatever has been learned."""
+    """For any parameters, the bias is 0 at distance 0, never positive, and finite. Its gradients are finite."""
     encoding = make("kerple", kernel=kernel)
     with torch.no_grad():
         encoding.weight.fill_(value)
@@ -250,7 +259,7 @@ def test_kerple_takes_any_parameters(kernel, value):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kerple_starts_as_its_authors_do(kernel):
-    """r1 and r2 are uniformly distributed, so that heads differ: up to 2 and 1, or 1 and 2."""
+    """r1 and r2 are uniformly distributed, so that heads differ. Their upper bounds are 2 and 1, or 1 and 2."""
     encoding = make("kerple", heads=4096, kernel=kernel)
     bias = encoding.distance_bias(torch.tensor([1, 2])).detach().double()
     if kernel == "log":
@@ -282,7 +291,7 @@ def sinusoid(position, size, base):
 
 @pytest.mark.parametrize(("heads", "size", "base"), [(1, 2, 10000.0), (3, 6, 50.0), (8, 64, 10000.0), (12, 128, 10000.0)])
 def test_sandwich(heads, size, base):
-    """The inner products of the vectors of two positions, divided by 8h/H; less those of a position with itself."""
+    """The bias is the inner product of two positions' vectors, minus that of a position with itself, divided by 8h/H."""
 
     def oracle(_, head, distance):
         ours, theirs = sinusoid(max(-distance, 0), size, base), sinusoid(max(distance, 0), size, base)
@@ -295,7 +304,9 @@ def test_sandwich(heads, size, base):
 
 
 def test_sandwich_of_the_paper_in_a_softmax():
-    """The paper subtracts nothing, which softmax doesn't see; its bias falls by the distance, in the last head least."""
+    """The paper doesn't subtract the constant, which softmax ignores. Its bias decreases with the distance, and least in the
+    last head.
+    """
     heads, size, length = 12, 128, 40
     table = torch.tensor([sinusoid(position, size, 10000.0) for position in range(length)], dtype=torch.float64)
     paper = (table @ table.T) / (torch.arange(1, heads + 1) * 8 / heads)[:, None, None]

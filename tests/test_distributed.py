@@ -1,4 +1,6 @@
-"""Several processes on a CPU: FSDP2, DDP and distributed checkpoints, against one process with the same global batch."""
+"""Several processes on a CPU (FSDP2, DDP, and distributed checkpoints), compared with one process with the same
+global batch.
+"""
 
 import json
 
@@ -15,13 +17,13 @@ TOLERANCE = dict(rel=1e-4, abs=1e-5)
 
 @pytest.fixture(scope="module", params=["learned+shaw", slow("relative"), slow("t5")])
 def encoding(request):
-    """With parameters."""
+    """Encodings with parameters."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def results(encoding, tmp_path_factory, launch):
-    """A folder with a checkpoint and a saved model of two processes, and what two and three have measured."""
+    """A directory with a checkpoint and a saved model of two processes, and the results of two and three processes."""
     folder = tmp_path_factory.mktemp("distributed")
     codes, said = launch("distributed_worker", folder, encoding, processes=3)
     assert codes == [0, 0, 0], said[-4000:]
@@ -30,7 +32,7 @@ def results(encoding, tmp_path_factory, launch):
 
 @pytest.fixture(scope="module")
 def alone(encoding):
-    """What one process measures, and the model it has trained."""
+    """The results of one process, and the model that it trained."""
     model = build(encoding)
     return train(model, adamw(model), batch(), range(STEPS)), model.eval()
 
@@ -70,7 +72,7 @@ def test_a_checkpoint_of_two_processes_resumes_in_three_and_in_one(encoding, res
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if suits("bert", name)])
 def test_no_parameter_is_left_unused(encoding):
-    """So that DDP needs no find_unused_parameters, except for a pooler that the loss doesn't reach."""
+    """DDP doesn't need find_unused_parameters, except for a pooler that the loss doesn't use."""
     unused = {}
     for head in ("ForMaskedLM", "Model"):
         model = patched("bert", encoding, head).train()

@@ -1,4 +1,4 @@
-"""The documentation: its Python runs from top to bottom, its commands parse, its links lead somewhere."""
+"""The documentation: its Python code runs, its commands parse, and its links have targets."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ SLOW = (
 )
 """Pages that take longer than a few seconds."""
 NOT_RUN = 0
-"""Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
+"""The number of Python blocks that a comment excludes. A new one fails the test."""
 RUN = "import sys, page_worker; page_worker.main(*sys.argv[1:])"
 
 
@@ -52,7 +52,9 @@ TO_RUN = [
 
 
 def made(place, name, minilm):
-    """What pages load by this name and don't make: models of the Hub, tiny and random but for MiniLM, a reader's files."""
+    """Makes what a page loads under this name: a model of the Hub, or a file of the reader. Models are tiny and random, except
+    MiniLM.
+    """
     there = THINGS[name]
     place.parent.mkdir(parents=True, exist_ok=True)
     if name in ("bert-base-uncased", "classifier"):
@@ -90,7 +92,9 @@ THINGS = {
     "sentence-transformers/all-MiniLM-L6-v2": MINILM,
     "validation.jsonl": "\n".join(map(json.dumps, LABELED)).encode(),
 }
-"""What pages load and don't make: models of the Hub by name, tiny and random but for MiniLM, and a reader's own files."""
+"""Models and files that pages load without making them: models of the Hub by name, and a reader's files. Models are tiny and
+random, except MiniLM.
+"""
 
 
 @pytest.mark.parametrize("page", TO_RUN)
@@ -105,7 +109,7 @@ def test_the_page_runs(page, minilm, tmp_path):
         printed = run_python(RUN, page, tmp_path)
         assert all(block.text.strip() in printed for block in blocks(page) if block.language == "text"), printed
         return
-    with serve() as hub:  # whose client reads its settings when it is imported
+    with serve() as hub:  # the Hub's client reads its settings at import
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         run_python(RUN, page, tmp_path, fresh=True, HF_HUB_DISABLE_XET="1", **settings)
 
@@ -116,7 +120,7 @@ def test_blocks_that_are_not_run_are_counted():
 
 
 def commands(page, program):
-    """(words, whether some are left out) of each command in a page that calls a program; "…" stands for words left out."""
+    """(words, whether some are omitted) for each command in a page that calls a program. "…" stands for omitted words."""
     for block in blocks(page):
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "" else ():
             words = shlex.split(line, comments=True) if line.startswith(program) else ()
@@ -125,7 +129,7 @@ def commands(page, program):
 
 
 def test_commands_parse(tmp_path, monkeypatch):
-    """Subcommands, arguments and options exist, and values are of their types."""
+    """Subcommands, arguments, and options exist, and values have the right types."""
     monkeypatch.chdir(tmp_path)
     group = get_command(app)
     group.callback = None
@@ -135,7 +139,7 @@ def test_commands_parse(tmp_path, monkeypatch):
         commands_of += getattr(command, "commands", {}).values()
     found = [(page, words) for page in PAGES.values() for words, _ in commands(page, "hf-posenc")]
     for page, words in found:
-        for word in words[2:]:  # folders that have to be there
+        for word in words[2:]:  # directories that must exist
             if not word.startswith("-") and not Path(word).suffix:
                 Path(word).mkdir(parents=True, exist_ok=True)
         try:
@@ -171,18 +175,18 @@ for words, cut in json.load(open(sys.argv[1])):
     except Exception as wrong:
         print("wrong:", words, repr(wrong))
 """
-"""Each script or module up to where its arguments are parsed."""
+"""Runs each script or module until it has parsed its arguments."""
 OURS = re.compile(r"(scripts|tests|tools)/\w+\.py|(benchmarks|experiments|hf_posenc|tools)(\.\w+)+")
 
 
 def script_of(words):
-    """The words of a command from the script or module on, if it runs one of ours."""
+    """The words of a command, starting at the script or module, if it runs one of this repository."""
     start = next((place for place, word in enumerate(words) if OURS.fullmatch(word)), None)
     return words[start:] if start is not None else []
 
 
 def test_scripts_parse(tmp_path, monkeypatch):
-    """Scripts exist, and take these arguments."""
+    """The scripts exist and accept these arguments."""
     monkeypatch.chdir(ROOT)
     found = [each for page in PAGES.values() for program in ("python", "accelerate") for each in commands(page, program)]
     asked = [(script_of(words), cut) for words, cut in found if script_of(words)]
@@ -203,7 +207,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
 @functools.cache
 def anchors(path):
-    """The anchors that GitHub gives the headings of a page."""
+    """The anchors that GitHub generates for the headings of a page."""
     slugs = []
     for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE), re.M):
         words = re.sub(r"\]\([^)]*\)", "", heading).lower()

@@ -1,4 +1,4 @@
-"""experiments/drope.py: the models that it makes, passkeys, stages that are done once, what is read out of a record."""
+"""experiments/drope.py: its models, passkeys, resumable stages, and the summary of a record."""
 
 import json
 import math
@@ -25,7 +25,7 @@ PAGE = "Kernels hold 1 lock for each queue, and what waits for it sleeps until t
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, and a few merges; digits are tokens of their own, as in SmolLM2."""
+    """A tokenizer of bytes with a few merges. Each digit is one token, as in SmolLM2."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -37,7 +37,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory, tokenizer):
-    """The folder of a Llama that was trained to TRAINED tokens, as far as its config says."""
+    """The directory of a Llama whose config states training on TRAINED tokens."""
     folder = tmp_path_factory.mktemp("host")
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES | {"max_position_embeddings": TRAINED}, rope_parameters=rope(THETA))
@@ -48,7 +48,7 @@ def host(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def short(host, tmp_path_factory):
-    """The folder of the same Llama as if it ended at SHORT tokens."""
+    """The directory of the same Llama with a maximum length of SHORT tokens."""
     model = AutoModelForCausalLM.from_pretrained(host)
     model.config.max_position_embeddings = SHORT
     folder = tmp_path_factory.mktemp("output") / "short"
@@ -69,11 +69,11 @@ def logits(model, given):
     return model.eval()(given).logits
 
 
-# Rope.
+# RoPE.
 
 
 def test_the_slowest_frequency_turns_as_far():
-    """Of SmolLM2: theta 100,000, 64 features, 8192 tokens."""
+    """The values are those of SmolLM2: theta 100,000, 64 features, and 8,192 tokens."""
     theta = drope.shortened(100_000, 64, 8192, 256)
     assert 256 * theta ** (-62 / 64) == pytest.approx(8192 * 100_000 ** (-62 / 64))
     assert drope.shortened(THETA, 64, 512, 512) == THETA
@@ -81,7 +81,7 @@ def test_the_slowest_frequency_turns_as_far():
 
 @pytest.fixture
 def asked(short):
-    """Arguments of a run whose stand-in is the folder `short`."""
+    """Arguments of a run that uses the directory `short` in place of the original."""
     return SimpleNamespace(output_dir=short.parent, trained_length=SHORT, factor=4)
 
 
@@ -91,7 +91,7 @@ def test_a_rule_is_in_force(short, asked, name):
     assert type(model) is LlamaForCausalLM and model.config.max_position_embeddings == 4 * SHORT
     rotary, rule = model.model.rotary_emb, drope.RULES[name]
     assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1 if rule == "yarn" else 1)
-    # As Transformers has it.
+    # As Transformers implements them.
     given = {"linear": rope(THETA, rope_type="linear", factor=4.0), "ntk": rope(THETA * 4 ** (16 / 14))}
     given["yarn"] = rope(THETA, rope_type="yarn", factor=4.0, original_max_position_embeddings=SHORT)
     config = AutoConfig.from_pretrained(short, rope_parameters=given[rule], max_position_embeddings=4 * SHORT)
@@ -119,7 +119,7 @@ def test_queries_are_scaled_behind_the_trained_length(host, tmp_path):
     assert_close(logits(drope.scaled(host, tmp_path, 0.0, SHORT), given), logits(dropped, given))
     model = drope.scaled(host, tmp_path, slope, SHORT)
     assert_close(logits(model, given)[:, :SHORT], logits(dropped, given)[:, :SHORT])
-    # In one layer all that changes is the scale of the scores of each row.
+    # In one layer, only the scale of each row's scores changes.
     attention, hidden = dropped.model.layers[0].self_attn, torch.randn(1, 3 * SHORT, 32)
     growth = torch.tensor([1 + slope * max(0.0, math.log(n / SHORT)) for n in range(1, 3 * SHORT + 1)])
     query, key, value = (
@@ -151,7 +151,7 @@ def test_a_passkey_lies_where_it_is_asked_for(tokenizer, part):
         assert tokenizer.decode(each.prompt[each.depth :]).startswith(passkeys.FACT.format(key=each.key))
         before = each.depth - len(tokenizer(passkeys.TASK)["input_ids"])
         assert before == round(part * 100)
-        # The whole is what the tokenizer makes of the text.
+        # The prompt and answer are the tokenizer's output for the text.
         assert tuple(tokenizer(text + each.key)["input_ids"]) == each.prompt + each.answer
 
 
@@ -171,7 +171,7 @@ def test_no_room_for_filler(tokenizer):
 
 
 class Answering(torch.nn.Module):
-    """Predicts the tokens that follow, but for the digit at `wrong` of each answer."""
+    """Predicts the following tokens, except the digit at `wrong` of each answer."""
 
     device = torch.device("cpu")
 
@@ -197,7 +197,7 @@ def test_which_digits_are_right(tokenizer):
 
 @pytest.fixture
 def texts(monkeypatch):
-    """Evaluation pages that are long enough, and texts for training."""
+    """Evaluation pages of sufficient length, and texts for training."""
     found = [pages.Page(f"{i}", f"page {i}", f"Page {i}. " + PAGE * 60) for i in range(12)]
     monkeypatch.setattr(pages, "split", lambda folder: (found, [f"Text {i}. " + PAGE * 5 for i in range(40)]))
     monkeypatch.setattr(stdlib_corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
@@ -210,7 +210,7 @@ def line(host, output, *more):
 
 
 def trained(start, output, arguments, *more):
-    """In place of recalibrate: the model as if it had been trained."""
+    """A replacement of recalibrate that makes the model as if it had been trained."""
     if (output / "all_results.json").exists():
         return
     model = AutoModelForCausalLM.from_pretrained(start)
@@ -255,7 +255,7 @@ def test_a_run_and_the_same_again(host, trained_at_once, tmp_path, monkeypatch):
         monkeypatch.setattr(f"experiments.drope.{name}", again)
     drope.main(line(host, done))
     assert records.read(done / "drope.json") == record
-    drope.main(line(host, done, "--methods", "short"))  # the others stay in the report
+    drope.main(line(host, done, "--methods", "short"))  # the other methods stay in the report
     assert records.read(done / "drope.json") == record
     drope.evaluation_file(done, "DroPE").unlink()
     with pytest.raises(AssertionError, match="done twice"):
@@ -330,11 +330,11 @@ def test_what_train_clm_is_asked_for(host, tmp_path, monkeypatch):
         drope.recalibrate(host, tmp_path / "out", arguments)
 
 
-# What is read out of a record.
+# The summary of a record.
 
 
 def made_up(drope_at_longest, found_at_longest):
-    """Two pages, two lengths inside and one behind T = 8; two passkeys at each of two depths."""
+    """A record of two pages, two lengths up to T = 8 and one beyond, and two passkeys at each of two depths."""
 
     def method(*losses, found=1):
         keys = {"4": [[1, 1]] * 4, "8": [[1, 1]] * 4, "16": [[1, found]] * 2 + [[0, 1]] * 2}
@@ -352,9 +352,9 @@ def made_up(drope_at_longest, found_at_longest):
 def test_summary():
     found = drope.summary(made_up(2.0, 1))
     assert found["DroPE"]["16"]["perplexity"] == pytest.approx(math.exp(2.1))
-    half = 12.706 * 0.1  # Student's, of two pages
+    half = 12.706 * 0.1  # Student's t for two pages
     assert found["DroPE"]["16"]["interval"] == pytest.approx([math.exp(2.1 - half), math.exp(2.1 + half)], rel=1e-3)
-    # Behind T against the stand-in at T, inside at the same length.
+    # Beyond T, the ratio is to `short` at T. Up to T, it is to `short` at the same length.
     assert found["DroPE"]["16"]["ratio"] == pytest.approx(1.0) and found["short"]["16"]["ratio"] == pytest.approx(math.e)
     assert found["DroPE"]["4"]["ratio"] == pytest.approx(math.exp(0.02)) and found["short"]["4"]["ratio"] == 1
     assert (found["DroPE"]["16"]["found"], found["DroPE"]["16"]["digits"]) == (0.5, 0.75)

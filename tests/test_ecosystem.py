@@ -1,4 +1,4 @@
-"""Patched models in other tools: a pipeline beyond the original's length, Trainer."""
+"""Patched models in other tools: a pipeline beyond the original maximum length, and Trainer."""
 
 import logging
 
@@ -21,7 +21,7 @@ others_warn = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureW
 
 
 def test_features_of_a_long_text(minilm, tmp_path, caplog, monkeypatch):
-    """Beyond MiniLM's 512 tokens, a tokenizer that knows the new length neither warns nor truncates."""
+    """Beyond MiniLM's 512 tokens, a tokenizer with the new maximum length neither warns nor truncates."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi", max_length=1024).save_pretrained(tmp_path)
     text, cut, warned = "position " * 700, {"truncation": True}, "longer than the specified maximum"
@@ -94,7 +94,7 @@ def test_trainer_with_evaluation_and_label_smoothing(tmp_path):
 
 
 def test_label_smoothing_shifts_the_labels_of_a_language_model(tmp_path):
-    """Trainer tells models that predict the next token by the names of their classes."""
+    """Trainer recognizes causal language models by their class names."""
     host = stock("gpt2", "LMHeadModel")
     arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
     inputs = {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens()), "labels": tokens()}

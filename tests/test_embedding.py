@@ -1,5 +1,4 @@
-"""The embedding layer by itself: what it adds, where, and that it lives as any model does. What encodings embed is tested in
-test_vectors.py.
+"""The embedding layer: what it adds, where, and whether it behaves as an ordinary module. test_vectors.py tests the vectors.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -37,7 +36,7 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def make(name, **changes):
-    """A layer of the list, its parameters drawn from N(0, 1)."""
+    """A layer of the list, with parameters drawn from N(0, 1)."""
     return drawn(PositionEmbedding(**{"hidden_size": D, **LAYERS[name], **changes}), seed=1).eval()
 
 
@@ -46,7 +45,7 @@ def embeds(*shape, seed=0):
 
 
 def vectors(layer, positions):
-    """`[L, D]`, those of one text."""
+    """The vectors of one text, `[L, D]`."""
     return layer.posenc("embed", torch.as_tensor(list(positions))).float()
 
 
@@ -59,12 +58,14 @@ def test_every_encoding_that_embeds_is_tested():
     assert tested == {name for name, cls in list_encodings().items() if "embed" in cls.mechanisms() and cls.axes == 1}
 
 
-# What is added.
+# The added vectors.
 
 
 @every_layer
 def test_vectors_are_added(name):
-    """Those of positions 0, 1, 2, …, a 4-D mask or none; those of position_ids, which win."""
+    """Without position_ids, the layer adds the vectors of positions 0, 1, 2, and so on, also with a 4-D mask. Explicit
+    position_ids take precedence.
+    """
     layer, inputs, rows = make(name), embeds(2, 4), [[7, 3, 3, 0], [1, 12, 5, 2]]
     close(layer(inputs), inputs + vectors(layer, range(4)))
     assert torch.equal(layer(inputs, attention_mask=torch.zeros(2, 1, 4, 4)), layer(inputs))
@@ -72,7 +73,7 @@ def test_vectors_are_added(name):
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).repeat(1, 1 + past // 4)
         expected = inputs + torch.stack([vectors(layer, row) for row in rows])
         close(layer(inputs, position_ids=torch.tensor(rows), attention_mask=mask, past_length=past), expected)
-    # One row for all texts, with a batch dimension or without.
+    # One row for all texts, with or without a batch dimension.
     for ids in (torch.tensor(rows[1]), torch.tensor(rows[1:]), torch.tensor(rows[1:], dtype=torch.int32)):
         close(layer(inputs, position_ids=ids), inputs + vectors(layer, rows[1]))
 
@@ -95,7 +96,7 @@ def test_padding_changes_nothing(name, side):
         outputs = layer(texts, attention_mask=mask)
         for row, shown in enumerate(mask.bool()):
             close(outputs[row][shown], layer(texts[row, shown][None])[0])
-    # The padding needs no positions beyond the table.
+    # Padding needs no positions beyond the table.
     _, mask = padded(torch.ones(2, MAX - 3, dtype=torch.long), (1, 2), side)
     assert layer(embeds(2, MAX), attention_mask=mask).isfinite().all()
 
@@ -103,7 +104,9 @@ def test_padding_changes_nothing(name, side):
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "normalized"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_chunks_equal_the_whole(name, padding):
-    """Of a fraction of the text so far that isn't so: it is another number once the text goes on."""
+    """Processing chunks gives the same output as the whole text. This doesn't hold for `normalized`, whose fractions change as
+    the text grows.
+    """
     layer, inputs, mask = make(name), embeds(2, 11), torch.ones(2, 11, dtype=torch.long)
     mask[0, :padding] = 0
     whole = layer(inputs, attention_mask=mask)
@@ -138,7 +141,7 @@ def test_dropout_acts_on_the_sum_in_training_alone():
     assert torch.equal(make("learned").train()(inputs), expected)
 
 
-# In which shape, dtype and place.
+# Shape, dtype, and device.
 
 
 @every_layer
@@ -184,11 +187,11 @@ def test_on_a_gpu(name):
     torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
-# Saved, copied, compiled.
+# Saving, copying, and compiling.
 
 
 def test_reload_in_a_new_process(tmp_path):
-    """Through the Auto classes, with nothing but hf_posenc imported beside transformers."""
+    """The layers reload through the Auto classes, with only hf_posenc and transformers imported."""
     expected = {}
     for name in LAYERS:
         layer = make(name, max_length=MAX, dropout=0.25)
@@ -231,7 +234,7 @@ class ParentConfig(PreTrainedConfig):
 
 
 class Parent(PreTrainedModel):
-    """A model of one's own with the layer in it."""
+    """A custom model that contains the layer."""
 
     config_class = ParentConfig
 
@@ -243,7 +246,7 @@ class Parent(PreTrainedModel):
 
 
 def test_in_a_model_of_ones_own(tmp_path):
-    """Weights are loaded where there are some; a checkpoint without positions gets those of the start."""
+    """Existing weights are loaded. If a checkpoint has no positions, they keep their initial values."""
     parent = Parent(ParentConfig())
     nn.init.normal_(parent.positions.posenc.weight)
     parent.save_pretrained(tmp_path / "whole")
@@ -257,14 +260,14 @@ def test_in_a_model_of_ones_own(tmp_path):
 
 
 def test_configs_and_files_are_checked(tmp_path):
-    """A table which is missing is no table to go on with, any more than in a patched model."""
+    """A missing table raises an error, as in a patched model."""
     config = AutoConfig.for_model("posenc-embedding", position_encoding="absolute", hidden_size=D, max_length=5)
     layer = AutoModel.from_config(config)
     assert type(layer) is PositionEmbedding and layer.posenc.weight.shape == (5, D)
     assert config.position_encoding.items() >= {"type": "learned", "init": "normal", "std": 0.02}.items()
     with pytest.raises(ValueError, match="'sinusoidal' has no option 'theta'"):
         AutoConfig.for_model("posenc-embedding", position_encoding={"type": "sinusoidal", "theta": 3})
-    for arguments in ({"base": 3.0}, {"hidden_size": 9}, {"max_length": 3}, {"dropuot": 0.5}):  # they would be swallowed
+    for arguments in ({"base": 3.0}, {"hidden_size": 9}, {"max_length": 3}, {"dropuot": 0.5}):  # they would be ignored
         with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
             PositionEmbedding(config, **arguments)
     layer.save_pretrained(tmp_path)
@@ -335,7 +338,7 @@ def test_token_position_embedding_drops_out_the_sum():
     assert layer.eval()(torch.tensor([[1, 2, 3]])).any()
 
 
-# What is refused.
+# Unsupported arguments.
 
 
 @pytest.mark.parametrize(
@@ -389,7 +392,7 @@ def test_wrong_input_shapes(shape):
     ],
 )
 def test_positions_and_masks_that_do_not_fit_the_input(batch, arguments):
-    """Broadcasting would return another shape than came in, or positions counted from the wrong end."""
+    """Broadcasting would change the output shape, or count positions from the wrong end."""
     with pytest.raises(ValueError, match="position_ids|attention_mask"):
         make("sinusoidal")(embeds(batch, 5), **arguments)
 

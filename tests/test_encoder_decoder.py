@@ -1,4 +1,4 @@
-"""Hosts of an encoder and a decoder, and the tables that count their tokens by themselves.
+"""Encoder-decoder models, and tables that count their tokens themselves.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -22,7 +22,7 @@ from oracles import gradients
 TABLES = [name for name, pair in PAIR_HOSTS.items() if pair.tables]
 BIASES = [name for name, pair in PAIR_HOSTS.items() if not pair.tables]
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
-"""One for each way to act."""
+"""One encoding for each mechanism."""
 
 
 def stock(pair, head=False, **changes):
@@ -35,12 +35,12 @@ def patched(pair, encoding, head=False, **options):
 
 
 def outputs(model, source, target, **inputs):
-    """`[B, L, D]`, of the decoder."""
+    """The decoder's output `[B, L, D]`."""
     return model(input_ids=source, decoder_input_ids=target, **inputs)[0]
 
 
 def padded(ids, by, side):
-    """Ids and mask with so much padding on one side."""
+    """Ids and mask with this much padding on one side."""
     padding = torch.full((len(ids), by), 5)
     ids_and_mask = [(ids, torch.ones_like(ids)), (padding, torch.zeros_like(padding))]
     ids_and_mask = ids_and_mask[::-1] if side == "left" else ids_and_mask
@@ -55,7 +55,7 @@ def loss(model):
 
 
 def assert_checkpointing_gives(expected, model):
-    """Both kinds of gradient checkpointing, in training mode without dropout, give these gradients."""
+    """Both kinds of gradient checkpointing give these gradients in training mode without dropout."""
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -105,7 +105,7 @@ def test_with_the_hosts_own_biases_it_is_the_stock_model(pair):
 @pytest.mark.parametrize(("pair", "encoding"), [("t5", "sinusoidal"), ("bart", "learned")])
 @torch.no_grad()
 def test_a_static_cache_counts_no_padding(pair, encoding):
-    """`generate` makes 4-D masks for such a cache, of which padding can't be told."""
+    """`generate` makes 4-D masks for a static cache, which don't show the padding."""
     model, alone = patched(pair, encoding, head=True), TARGET[:, :3]
     prompt, mask = padded(alone, 2, "left")
     settings = dict(max_new_tokens=4, min_new_tokens=4, return_dict_in_generate=True, output_logits=True)
@@ -116,7 +116,7 @@ def test_a_static_cache_counts_no_padding(pair, encoding):
 
 
 def test_a_decoder_without_a_limit_of_its_own():
-    """T5's has none, and `normalized` would divide by the length of the text so far."""
+    """T5's decoder has no length limit, and `normalized` would divide by the current length of the text."""
     with pytest.raises(ValueError, match="'normalized' needs max_length"):
         hf_posenc.patch(stock("t5"), "normalized")
 
@@ -164,7 +164,7 @@ def whisper():
 
 @torch.no_grad()
 def test_whisper(whisper, tmp_path):
-    """Its encoder has a table of sounds, its decoder another one, of other lengths, and its config neither's usual name."""
+    """Whisper's encoder and decoder have tables of different lengths, and its config uses unusual names for them."""
     sound = {"input_features": torch.randn(2, 5, 28, generator=torch.Generator().manual_seed(3)), "decoder_input_ids": TARGET}
     expected = whisper(**sound)[0]
     own = hf_posenc.patch(whisper, "learned", init="host")
@@ -190,12 +190,12 @@ def test_whisper(whisper, tmp_path):
         assert_close(shifted[:, 2:], answer)
         ids = new.generate(sound["input_features"], max_new_tokens=4, min_new_tokens=4, num_beams=2)
         assert ids.shape[0] == 2 and ids.shape[1] >= 4
-    # A decoder that isn't named counts as the stock one does, which counts padding in.
+    # An unpatched decoder counts as the original one does, which includes padding.
     shifted = {**sound, "decoder_input_ids": target, "decoder_attention_mask": mask}
     assert_equal(hf_posenc.patch(whisper, "none", where="cross")(**shifted)[0], whisper(**shifted)[0])
 
 
-# where
+# The `where` argument
 
 
 some_pairs = pytest.mark.parametrize("pair", ["bart", "t5", "umt5"])
@@ -203,7 +203,9 @@ some_pairs = pytest.mark.parametrize("pair", ["bart", "t5", "umt5"])
 
 @torch.no_grad()
 def test_whispers_own_prompts(whisper):
-    """Transformers puts `decoder_start_token_id` before prompts that begin otherwise, unless config.model_type is "whisper"."""
+    """Transformers inserts `decoder_start_token_id` before prompts that start otherwise, unless
+    config.model_type is "whisper".
+    """
     features = torch.randn(1, 5, 28, generator=torch.Generator().manual_seed(3))
     given = dict(decoder_input_ids=torch.tensor([[4, 9, 11]]), max_new_tokens=4, min_new_tokens=4)
     model = hf_posenc.patch(whisper, "learned", init="host")
@@ -266,7 +268,7 @@ def test_an_encoding_for_each(pair):
 
 
 def biased_by_hand(model, bias):
-    """A stock model whose cross-attentions add `bias`, `[B, H, Q, K]`, by the mask they are given."""
+    """An original model whose cross-attentions add `bias`, `[B, H, Q, K]`, through their mask argument."""
 
     def add(module, args, kwargs):
         name = "mask" if "mask" in kwargs else "attention_mask"
@@ -281,7 +283,9 @@ def biased_by_hand(model, bias):
 @some_pairs
 @torch.no_grad()
 def test_cross_attention_sees_the_distance_of_positions(pair, tmp_path):
-    """ALiBi between the stacks is -slope · |encoder position - decoder position|. The stacks keep their own positions."""
+    """ALiBi in the cross-attention is -slope · |encoder position - decoder position|. Encoder and decoder keep their own
+    positions.
+    """
     model = stock(pair, head=True)
     new = hf_posenc.patch(model, "alibi", where="cross")
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
@@ -290,7 +294,7 @@ def test_cross_attention_sees_the_distance_of_positions(pair, tmp_path):
     expected = outputs(biased_by_hand(copy.deepcopy(model), bias[None]), SOURCE, TARGET)
     assert_close(outputs(new, SOURCE, TARGET), expected)
     source, mask = padded(SOURCE, 3, "left")
-    if pair in BIASES:  # stock BART counts padding in
+    if pair in BIASES:  # the original BART counts padding
         assert_close(outputs(new, source, TARGET, attention_mask=mask), expected)
     new.save_pretrained(tmp_path)
     again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
@@ -321,7 +325,7 @@ def test_everywhere_padding_caches_and_beams(pair, encoding):
 
 @torch.no_grad()
 def test_a_target_as_long_as_its_source_is_rotated_by_its_own_positions():
-    """Keys of a cross-attention have the encoder's positions, also where there are as many of them as queries."""
+    """Keys of a cross-attention have the encoder's positions, even if there are as many keys as queries."""
     model = hf_posenc.patch(stock("bart"), "rope", where=["cross"])
     source, mask = padded(SOURCE[:, :7], 2, "left")
     assert source.shape == TARGET.shape
@@ -394,7 +398,7 @@ def test_a_stack_that_is_not_named_may_be_one_that_is_refused():
 
 @pytest.mark.parametrize("pair", ["bart", "t5"])
 def test_token_embeddings_that_were_resized(pair):
-    """Resizing puts one module in the place of several that share a weight, which is then found under one path alone."""
+    """Resizing replaces several modules that share a weight by one module, which is then found under only one path."""
     model = stock(pair)
     model.resize_token_embeddings(VOCABULARY + 3)
     new = hf_posenc.patch(model, "alibi")

@@ -1,5 +1,7 @@
-"""What encodings get and how several act together: contexts of a forward pass, compositions, what belongs to a stack and what
-to its attentions. Formulas are in test_vectors.py, test_rotations.py, test_distance_biases.py and test_content_biases.py.
+"""The inputs of encodings and their combination: contexts of a forward pass, compositions, and parts in a layer stack or its
+attentions.
+
+test_vectors.py, test_rotations.py, test_distance_biases.py, and test_content_biases.py test the formulas.
 
 Shapes: B batch, L tokens, H heads, E head_dim, D hidden_size.
 """
@@ -32,7 +34,7 @@ from oracles import context_of, in_pieces, make, random
     + [(kind, True, False) for kind in ("alibi", "counter", "logn", "none", "relative", "rope", "sinusoidal", "alibi+rope")],
 )
 def test_what_needs_a_longest_length(kind, is_causal, expected):
-    """In a causal stack `normalized` would divide by the length of the text, which is another one at each step."""
+    """In a causal layer stack, `normalized` would divide by the length of the text, which changes at each step."""
     assert encoding_class(kind).needs_max_length(Geometry(16, 4, 8, None, is_causal)) is expected
     if expected and "+" not in kind:
         with pytest.raises(ValueError, match=f"'{kind}' needs max_length, .* Pass max_length"):
@@ -41,7 +43,7 @@ def test_what_needs_a_longest_length(kind, is_causal, expected):
 
 @pytest.mark.parametrize("kind", ["alibi", "counter", "logn", "normalized", "rope", "sinusoidal"])
 def test_the_default_dtype_does_not_matter(kind):
-    """Integers above 256 and most angles have no bfloat16 of their own."""
+    """Integers above 256 and most angles can't be represented in bfloat16."""
     encoding, positions = make(kind), torch.arange(250, 400)[None]
     states, context = random(1, 4, 150, 8), context_of(encoding, positions)
 
@@ -209,19 +211,19 @@ def test_a_composition_adopts_the_host_table():
     ],
 )
 def test_who_owns_what(kind, stack, attention):
-    """What all layers share is the stack's, what each has of its own the attention's; nothing is in both."""
+    """The layer stack holds what all layers share. Each attention holds its separate parameters. Nothing is in both."""
     geometry = Geometry(16, 4, 8, 10)
     options = {key: value for key, value in canonical(kind).items() if key != "type"}
     assert set(encoding_class(kind).for_stack(geometry, **options).state_dict()) == stack
     own = encoding_class(kind).for_attention(geometry, kind.split("+"), **options)
     assert (own if own is None else set(own.state_dict())) == attention
-    assert encoding_class(kind).for_attention(geometry, (), **options) is None  # none of it acts in this layer
+    assert encoding_class(kind).for_attention(geometry, (), **options) is None  # no part of it acts in this layer
 
 
 @pytest.mark.parametrize("host", ["bert", "gpt2", "mpnet"])
 @torch.no_grad()
 def test_a_composition_is_all_of_its_parts(host):
-    """Without any one of them the outputs differ; their order and a further `none` change nothing."""
+    """Removing a part changes the outputs. Reordering the parts or adding `none` doesn't."""
     expected = first(patched(host, "sinusoidal+rope+alibi")(tokens()))
     for less in ("rope+alibi", "sinusoidal+alibi", "sinusoidal+rope"):
         assert_apart(first(patched(host, less)(tokens())), expected)
@@ -274,7 +276,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     with pytest.raises(ValueError, match=r"10 tokens.*max_length=9 of this model's 'sinusoidal\+rope\+alibi'"):
         model(tokens(length=10))
 
-    # Options given on loading replace the saved ones, part by part.
+    # Options given on loading replace the saved ones in each part.
     given = {"type": "sinusoidal+rope+alibi", "rope": {"theta": 5.0}, "sinusoidal": {"base": 3.0}}
     other = AutoModel.from_pretrained(tmp_path, position_encoding=given)
     expected = {"sinusoidal": {**options["sinusoidal"], "base": 3.0}, "rope": {**rope, "theta": 5.0}, "alibi": alibi}
@@ -300,7 +302,7 @@ def two_inputs(length):
 @pytest.mark.parametrize("max_length", [12, 128])
 @torch.no_grad()
 def test_a_length_of_the_encoder_alone(max_length, tmp_path):
-    """The decoder keeps its own positions, and reads its table's rows."""
+    """The decoder keeps its own positions and the length of its table."""
     bart = tiny("BartModel")
     rows = bart.config.max_position_embeddings
     model = hf_posenc.patch(bart, "alibi", where="encoder", max_length=max_length)

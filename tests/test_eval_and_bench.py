@@ -1,4 +1,4 @@
-"""`hf-posenc eval` and `hf-posenc bench`: what they measure, and what they refuse."""
+"""`hf-posenc eval` and `hf-posenc bench`: their measurements and errors."""
 
 import json
 
@@ -19,7 +19,7 @@ WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "fo
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tiny models with a tokenizer of WORDS, of 24 tokens or of any number; texts of 60 words; questions."""
+    """Tiny models with a tokenizer of WORDS, with 24 tokens or without a length limit. Texts of 60 words, and questions."""
     path = tmp_path_factory.mktemp("models")
     (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS]))
     masked = stock("bert", "ForMaskedLM")

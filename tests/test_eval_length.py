@@ -1,4 +1,4 @@
-"""Evaluation by length: what is put where, what is compared, and what chance would give."""
+"""Evaluation by length: the placement of facts, the comparisons, and the level of chance."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def test_models_without_a_tokenizer(tmp_path, model):
 
 
 def test_texts_and_ids_that_do_not_fit(tokenizer, model):
-    """Before anything is measured."""
+    """The errors are raised before anything is measured."""
     language = stock("gpt2", "LMHeadModel", vocab_size=20)
     with pytest.raises(ValueError, match="small has input_ids from .*, but the.*the ids 0 to 19"):
         perplexity.evaluate({"small": (language, tokenizer)}, [HAYSTACK], [16], "small")
@@ -84,7 +84,7 @@ def test_depths_are_spread_over_their_parts(tokenizer):
         for i in range(4)
         for seed in range(8)
     ]
-    # A fact goes to the end of the sentence before the token drawn; a sentence has ten tokens.
+    # A fact is inserted at the end of the sentence before the drawn token. A sentence has ten tokens.
     size_of_part = (500 - 2 - 40) / 4
     for place, depth in enumerate(depths):
         assert (place // 8) * size_of_part - 30 <= depth <= (place // 8 + 1) * size_of_part + 5
@@ -150,7 +150,7 @@ def test_long_documents_are_long(tokenizer, monkeypatch):
 
 
 def run(monkeypatch, *arguments):
-    """The script's main, here, where the standard library is already read."""
+    """Runs the script's main in this process, where the standard library has already been read."""
     monkeypatch.setattr(sys, "argv", ["eval_length.py", *map(str, arguments)])
     eval_length.main()
 
@@ -213,7 +213,7 @@ def test_from_end_to_end(folders, monkeypatch, tmp_path):
     own = [each for each in kept["results"] if each["this"]]
     assert {each["model"] for each in own} == {"alibi"} and {each["dataset"]["name"] for each in own} == {"pages"}
     assert len({each["dataset"]["config"] for each in own}) == 4 and {each["length"] for each in own} == {64, 1000}
-    # A model alone, and another one, get what they get together.
+    # Separate runs of two models give the same results as a joint run.
     run(monkeypatch, both[1], *arguments, "--output_dir", tmp_path / "again", "--baseline", "bag of words", "--tasks", "deep")
     again = json.loads((tmp_path / "again" / "length.json").read_text())
     assert list(again["scores"]) == ["deep"] and list(again["differences"]["deep"]["64"]) == ["alibi"]
@@ -296,7 +296,7 @@ def test_questions_at_each_length(tokenizer):
     same = [f"{' '.join(LETTERS[n : n + 9]).capitalize()}." for n in range(10)]
 
     def text(seed):
-        """Sentences of ten tokens, of which all texts have those from token 520 to 620 on."""
+        """Sentences of ten tokens. All texts share those from token 520 to 620."""
         choose = random.Random(seed)
         own = [" ".join(choose.choices(LETTERS, k=9)).capitalize() + "." for _ in range(110)]
         return " ".join([*own[:52], *same, *own[52:]])
@@ -332,7 +332,7 @@ def test_which_method_is_the_baseline(tokenizer, model):
 
 
 def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
-    """A method that reads the second half of each document only."""
+    """The method reads only the second half of each document."""
 
     def second_half(queries, documents, title):
         halves = [document[len(document) // 2 :] for document in documents]
@@ -353,7 +353,7 @@ def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
 
 
 def test_a_needle_stays_in_its_part(tokenizer):
-    """Also where a table leaves no sentence to put it behind."""
+    """This holds even if a table leaves no sentence before the needle."""
     haystack = f"{HAYSTACK[:200]} {'a ' * 400}"
     for part in range(4):
         (first, *_) = needles.needles(tokenizer, haystack, 400, 2, random.Random(0), (part, 4))
@@ -361,7 +361,7 @@ def test_a_needle_stays_in_its_part(tokenizer):
 
 
 def test_who_sees_nothing_is_at_the_level_of_chance():
-    """Needles of a model whose similarities are all the same."""
+    """If all similarities are equal, needle recall is at the level of chance."""
     found = retrieval_by_length.Found()
     found.add("needle", 64, "blind", Ranks(np.full(4, 0.5), np.full(4, 0.75), np.arange(4)))
     assert found.scores()["needle"][64]["blind"].recall_at_1 == needles.chance(2)[0]
@@ -422,7 +422,7 @@ def test_the_page_shows_the_kept_results():
 
 
 def test_extensions_are_put_side_by_side():
-    """Groups of models that were asked the same questions are rows of one table; short texts count by title alone."""
+    """Groups of models with the same questions are rows of one table. Short lengths have only the questions by title."""
     from experiments import extensions
 
     def record(lengths, name, value):

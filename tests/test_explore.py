@@ -1,4 +1,4 @@
-"""The page of `hf-posenc explore`: its forms, what it shows, its errors, and all of it in a real browser."""
+"""The page of `hf-posenc explore`: its forms, figures, and errors, and the whole page in a real browser."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ from hf_posenc.explorer.encodings import Sizes  # noqa: E402
 
 SMALL = Sizes(length=12, hidden_size=32, num_attention_heads=4)
 NEEDED = {name: {"trained_length": 8} for name in ("fope", "logn", "self_extend")}
-"""Options without which an encoding can't be built apart from a model."""
+"""Options that are required to build an encoding without a model."""
 
 
 def of_type(name):
@@ -57,7 +57,7 @@ def test_fields_are_the_options(name):
         (f"{part.type}__" if parts[1:] else "") + option: annotation
         for part in parts
         for option, annotation in part.option_types().items()
-        if option != "file"  # of this machine: none of a reader's
+        if option != "file"  # it names a file on this machine, not on a reader's
     }
     found = {field.option: field for field in option_fields.fields(name)}
     assert found.keys() == options.keys()
@@ -85,7 +85,7 @@ def test_what_is_written_into_a_field():
 
 
 QUICK = ("sinusoidal", "t5", "rope", "shaw", "fope", "none", "sinusoidal+alibi")
-"""One encoding of each way to act, for `make test`."""
+"""One encoding of each mechanism, for `make test`."""
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in (*ENCODINGS, "sinusoidal+alibi")])
@@ -217,7 +217,7 @@ def test_a_public_page_takes_no_paths(folders):
 
 @pytest.fixture
 def hub(folders, monkeypatch, tmp_path):
-    """A Hub with the files of gpt2 under any name. sizes: what it says of them. fetched: what was asked for."""
+    """A Hub with the files of gpt2 under any name. sizes: the file sizes that it reports. fetched: the requested files."""
     found = SimpleNamespace(sizes={path.name: path.stat().st_size for path in (folders / "gpt2").iterdir()}, fetched=[])
 
     def info(name, files_metadata, token):
@@ -310,7 +310,7 @@ def test_what_is_refused(call, error, words):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """Requests run in forks of this process, which start at once and see what a test has replaced."""
+    """Runs requests in forks of this process, which start at once and see the replacements of a test."""
     monkeypatch.setattr(work, "_context", partial(multiprocessing.get_context, "fork"))
     yield
     assert not multiprocessing.active_children()
@@ -368,7 +368,7 @@ def test_a_script_without_a_guard(monkeypatch):
 
 @contextlib.contextmanager
 def served(*command, **environment):
-    """The address of the page that a command serves, which is ended afterwards."""
+    """The address of the page that a command serves. The command is stopped afterwards."""
     settings = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **environment}, "cwd": ROOT}
     with subprocess.Popen([sys.executable, *command], **settings) as process:
         try:
@@ -379,7 +379,7 @@ def served(*command, **environment):
 
 @pytest.fixture(scope="module")
 def address():
-    """Served by the example of the command's help, at a free port."""
+    """The address of the page that the example of the command's help serves at a free port."""
     (example,) = re.findall(r"\[bold\]hf-posenc (.*)\[/\]", get_command(app).commands["explore"].help)
     with served("-m", "hf_posenc.cli", *example.replace("--port 8000", "--port 0").split()) as found:
         yield found
@@ -411,7 +411,7 @@ def test_a_large_request(here):
 
 
 def join(client, session, event, *values):
-    """Enter an event of the page into its queue. event: what triggers it, and a number of its inputs."""
+    """Adds an event of the page to its queue. event: its trigger. The number of values must match its inputs."""
     dependencies = client.get("/config").json()["dependencies"]
     (number, *_) = (
         each["id"]
@@ -492,7 +492,7 @@ def test_work_ends_when_the_visitor_leaves(folders, connects):
         (server,) = (each for each in psutil.Process().children() if code in each.cmdline())
 
         def wait_for(working, seconds=30):
-            """Until there are a forkserver, its resource tracker and, if working, a request."""
+            """Waits until there are a forkserver, its resource tracker, and, if working, a request."""
             end = time.monotonic() + seconds
             while (len(server.children(recursive=True)) > 2) != working:
                 assert time.monotonic() < end, server.children(recursive=True)
@@ -559,7 +559,7 @@ def test_the_space():
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 PATIENCE = 60_000
-"""In milliseconds: how long a browser waits for what it should see on a busy machine."""
+"""In milliseconds: the maximum time that a browser waits for an element on a busy machine."""
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
@@ -576,7 +576,7 @@ def chromium():
 
 @pytest.fixture
 def tab(chromium, address):
-    """The page in a window, open. Afterwards: it has asked for nothing from elsewhere, and complained of nothing."""
+    """The page in an open window. Afterwards, the page must have made no external requests and logged no errors or warnings."""
     window, complaints, elsewhere = chromium.new_page(), [], []
     window.set_default_timeout(PATIENCE)
     window.on("pageerror", lambda error: complaints.append(str(error)))
@@ -597,7 +597,7 @@ def choose(window, label, name):
 
 
 def sees(window, *captions):
-    """Waits until these figures are seen, and no others."""
+    """Waits until exactly these figures are visible."""
     from playwright.sync_api import expect
 
     images = window.locator("img").filter(visible=True)

@@ -1,4 +1,4 @@
-"""Patched models as one graph for all batch sizes and lengths: torch.export, ONNX, torch.compile."""
+"""Patched models as one graph for all batch sizes and lengths: torch.export, ONNX, and torch.compile."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ONNX = [("bert" if suits("bert", encoding) else "gpt2", encoding) for encoding i
 
 
 def padded(batch, length):
-    """Inputs with padding before the first text and after each other one."""
+    """Inputs with padding before the first text and after each other text."""
     ids = tokens(batch, length, seed=length)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -28,7 +28,7 @@ def padded(batch, length):
 
 
 def with_ids(host, batch, length):
-    """Inputs whose first row holds two texts, each with positions from its own start."""
+    """Inputs whose first row packs two texts, each with positions from 0."""
     ids = torch.arange(length).repeat(batch, 1)
     ids[0, length // 2 :] -= length // 2
     return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + HOSTS[host].offset}
@@ -76,7 +76,7 @@ def test_every_encoding_and_host_exports(host, encoding, attention):
 
 
 def test_counting_keys_exports_for_two_keys():
-    """`cope` and `fox` count the keys between two tokens by differences, of which two keys have one."""
+    """`cope` and `fox` count the keys between two tokens by differences. Two keys have one difference."""
 
     class Counting(torch.nn.Module):
         def forward(self, positions):
@@ -115,7 +115,7 @@ def test_one_compiled_graph_serves_all_lengths():
     assert graphs.frame_count == 2, "one for the first length, one for all others"
 
 
-# An export to ONNX takes long: docs/guides/integrations.md has one, which always runs.
+# An export to ONNX is slow. docs/guides/integrations.md contains one that always runs.
 OF_TORCH = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 """torch's exporter calls functions that torch has deprecated."""
 

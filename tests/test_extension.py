@@ -1,4 +1,4 @@
-"""`extend`: longer inputs for a patched model, with all that it has learned."""
+"""`extend`: longer inputs for a patched model, without loss of its training."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FURTHER = LENGTH + 60
 
 
 def tensors(model):
-    """Name -> parameter or buffer, also those that are not saved."""
+    """Name -> parameter or buffer, including those that aren't saved."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
@@ -119,7 +119,7 @@ def test_a_layer():
     ],
 )
 def test_positions_made_for_their_length(host, encoding, remedy):
-    """A learned table, and fractions of the length: there is nothing to promise."""
+    """A learned table and fractions of the length have no maximum length that `extend` can raise."""
     model = patched(host, encoding)
     for length in (FURTHER, None):
         with pytest.raises(ValueError, match=f"'{encoding.rpartition('+')[2]}'.*max_length.*{remedy}"):
@@ -129,7 +129,7 @@ def test_positions_made_for_their_length(host, encoding, remedy):
 
 
 def test_an_encoding_of_ones_own_loses_nothing(own_registry):
-    """Its tensors are kept where they fit, and else it is refused: neither made anew nor left out."""
+    """Tensors are kept if they fit. Otherwise, `extend` raises an error: it neither reinitializes nor omits them."""
 
     class Sized(PositionEncoding, type="sized"):
         by: str = "rows"
@@ -196,7 +196,7 @@ def test_sentence_transformer(minilm):
 
 
 class Damped(hf_posenc.PositionEncoding, type="test-damped"):
-    """A bias by distance in parts of the longest input, which a buffer that isn't saved holds."""
+    """A bias by distance as a fraction of the maximum length, which is in a non-persistent buffer."""
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)
@@ -210,7 +210,7 @@ class Damped(hf_posenc.PositionEncoding, type="test-damped"):
 @pytest.mark.filterwarnings("ignore:.*saved without its code:UserWarning")
 @pytest.mark.slow
 def test_what_is_not_saved_follows_the_length(tmp_path):
-    """It is as it will be when the model is loaded; what is saved stays the same object."""
+    """Values that aren't saved are as they will be after loading. Saved values stay the same objects."""
     model = hf_posenc.patch(stock("bert"), "test-damped", max_length=16)
     longer = hf_posenc.extend(model, 50)
     assert longer.posenc.longest == 50 and model.posenc.longest == 16 and longer.posenc.slope is model.posenc.slope

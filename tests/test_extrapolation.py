@@ -1,4 +1,4 @@
-"""extrapolation.py: tasks, runs that differ in the encoding alone, studies that resume, and what their figures say."""
+"""extrapolation.py: tasks, runs that differ only in the encoding, resumed studies, and the conclusions from the figures."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def test_questions_and_answers_by_hand():
     assert input_ids.tolist() == [[begin, 3, 1, 2, then, 3, 1, 2, end]]
     assert labels.tolist() == [[-100] * 5 + [3, 1, 2, end]]
     assert answer_of(*tasks.as_reversed(symbols)) == [[2, 1, 3, end]]
-    # 97 + 5 = 102 and 99 + 99 = 198, last digits first, a digit of each number in turns.
+    # 97 + 5 = 102 and 99 + 99 = 198. The last digits come first, and the digits of both numbers alternate.
     input_ids, labels = tasks.as_sum(torch.tensor([[7, 9], [9, 9]]), torch.tensor([[5, 0], [9, 9]]))
     assert input_ids[0].tolist() == [10, 7, 5, 9, 0, 11, 2, 0, 1, 12]
     assert answer_of(input_ids, labels) == [[2, 0, 1, 12], [8, 9, 1, 12]]
@@ -70,7 +70,7 @@ def test_rows_of_a_task(name):
 
 def test_texts_are_held_out():
     trained, tested = (bytes(text.tolist()).decode(errors="ignore") for text in tasks.texts())
-    paragraphs = [each.strip() for each in tested.split("\n\n")][:-1]  # the last one is cut
+    paragraphs = [each.strip() for each in tested.split("\n\n")][:-1]  # the last one is truncated
     assert len(paragraphs) > 30 and not {*paragraphs} & {each.strip() for each in trained.split("\n\n")}
     pieces, labels = tasks.TASKS["lm"].test(64, 0)
     assert bytes(pieces.flatten().tolist()).decode(errors="ignore") == tested and (labels[:, 0] == tasks.IGNORED).all()
@@ -86,7 +86,7 @@ def test_a_paragraph_that_is_tested_is_no_training_text(monkeypatch):
 
 def test_a_score_is_of_answers_alone():
     class Fixed(torch.nn.Module):
-        """Predicts the token that it is told, whatever comes in."""
+        """Predicts the tokens in `wanted` for any input."""
 
         def forward(self, input_ids, use_cache):
             logits = torch.zeros(*input_ids.shape, 29)
@@ -110,7 +110,7 @@ def test_training_lowers_the_loss_and_tables_reach_the_longest_test():
 
 
 def outputs(folder):
-    """What a study has written, without times."""
+    """The files of a study, without times."""
     kept = {file.name: records.read(file) for file in sorted((folder / "llama" / "runs").iterdir())}
     for record in kept.values():
         del record["cpu_seconds"]
@@ -165,7 +165,9 @@ def test_wrong_flags(wrong, message, tmp_path, capsys):
 
 
 def study_by_hand(scores):
-    """Records of {task: {label: {length: values over seeds}}}; a value is exact match and tokens, or a perplexity."""
+    """Records of {task: {label: {length: values over seeds}}}. A value is both exact match and token accuracy,
+    or a perplexity.
+    """
     made = []
     for task, by_label in scores.items():
         for label, by_length in by_label.items():
@@ -183,7 +185,7 @@ def study_by_hand(scores):
 
 
 def part_of(results):
-    """Of a study trained to 4 symbols, and tested to 8."""
+    """The part of a study that was trained on 4 symbols and tested on 8."""
     setup = Setup(multiples=(1.0, 2.0))
     return several.Part(study.Study(setup, {"copy": Training(4, 1, 1)}, (), {}, (0, 1, 2)), results)
 
@@ -198,7 +200,7 @@ def test_means_and_intervals_by_hand():
 
 
 def test_runs_that_diverge_are_marked():
-    """Outputs of NaN are wrong answers, whatever token comes first; the table says which runs they are of."""
+    """NaN outputs count as wrong answers, whatever the first token is. The table marks the runs."""
 
     class Ruined(torch.nn.Module):
         def forward(self, input_ids, use_cache=None):
@@ -221,7 +223,7 @@ def test_verdict_by_hand():
     copies = {
         "t5": {4: learned, 8: [0.9, 0.8, 0.7]},
         "none": {4: learned, 8: [0.3, 0.2, 0.1]},
-        "alibi": {4: learned, 8: [0.0, 0.5, 0.1]},  # differs from none by -0.3, 0.3 and 0: open
+        "alibi": {4: learned, 8: [0.0, 0.5, 0.1]},  # differs from none by -0.3, 0.3, and 0: open
         "rope": {4: learned, 8: gone},
         "sinusoidal": {4: [0.2, 0.3, 0.1], 8: gone},  # not learned, so nothing follows
     }
@@ -239,7 +241,7 @@ def test_verdict_by_hand():
     assert answers[f"{exact}alibi above none"] == "open"
     assert answers[f"{exact}rope near zero (up to 0.05)"] == "seen"
     assert answers[f"{exact}sinusoidal near zero (up to 0.05)"] == "not learned"
-    # Differences of 0.3, 0.19 and 0.08: 0.19 ± 0.27.
+    # Differences of 0.3, 0.19, and 0.08: 0.19 ± 0.27.
     assert answers["copy together at 2 L, exact match: none above rope"] == "open"
     assert answers["perplexity of sinusoidal blows up from L to 8 L (×1.5 or more)"] == "not seen"
     wide = study_by_hand({"lm": {"rope": {4: [10.0] * 3, 32: [30.0, 16.0, 14.0]}}})  # 2.0 ± 2.2: on both sides of the bound
@@ -249,7 +251,7 @@ def test_verdict_by_hand():
     assert answers["perplexity of alibi stays flat from L to 8 L (×1.05 or less)"] == "seen"
     assert answers["perplexity from L to 8 L grows less with alibi than with t5"] == "seen"
     assert answers["perplexity from L to 8 L grows less with rope than with sinusoidal"] == "not seen"
-    # Right tokens are counted from chance: (0.6 - 1/26) / (25/26) = 0.584.
+    # Token accuracy is corrected for chance: (0.6 - 1/26) / (25/26) = 0.584.
     assert verdict.accuracy(study_by_hand({"copy": {"t5": {4: [0.6] * 3}}}), "copy", "t5", 1, "tokens")[0] == pytest.approx(
         0.584
     )
@@ -260,7 +262,7 @@ def test_verdict_by_hand():
     turned = verdict.findings(study_by_hand({"copy": copies}))
     assert {each.claim: each.answer for each in turned}[f"{exact}t5 above none"] == "not seen"
     assert {each.answer for each in turned if "perplexity" in each.claim} == {"not measured"}
-    # Where no encoding is above zero, that none is says nothing of rope.
+    # If all encodings score near zero, a comparison of `none` and `rope` shows nothing.
     low = verdict.findings(study_by_hand({"copy": {label: {4: learned, 8: gone} for label in copies}}))
     assert {each.answer for each in low if each.answer != "not measured"} == {"all near zero"}
     only = verdict.findings(study_by_hand({"reverse": {"fire": {4: learned}}}))
@@ -271,7 +273,7 @@ RESULTS = ROOT / "scripts" / "results"
 
 
 def test_the_study_that_is_kept():
-    """What scripts/results has is a whole study by the defaults of now, and its verdict follows from its scores."""
+    """The study in scripts/results is complete and uses the current defaults. Its verdict follows from its scores."""
     kept = json.loads((RESULTS / "extrapolation.json").read_text())
     assert kept["runs"]["finished"] == kept["runs"]["planned"] and not kept["failed"]
     for task, training in kept["trainings"].items():
@@ -297,7 +299,7 @@ def test_the_study_that_is_kept():
 
 @pytest.mark.slow
 def test_processes_change_nothing(tmp_path, monkeypatch):
-    """Encodings of one's own are known in each process."""
+    """Custom encodings are known in each process."""
     monkeypatch.chdir(tmp_path)
     own = "import hf_posenc\n\n\nclass Near(hf_posenc.PositionEncoding, type='near'):\n    def distance_bias(self, distance):\n"
     (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")

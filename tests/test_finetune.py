@@ -1,4 +1,4 @@
-"""Fine-tuning from end to end on tiny models, each task against oracles of its own, and the data it is shown with."""
+"""Fine-tuning from end to end on tiny models. Each task has a reference implementation and data of its kind."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ SCRIPTS = ROOT / "scripts"
 
 
 def rows(count, start=0):
-    """Texts of 3 to 9 words: "good" ones of the words from w20 on, "bad" ones of those before."""
+    """Texts of 3 to 9 words: "good" ones use the words from w20 on, "bad" ones use the words before."""
     made = []
     for i in range(start, start + count):
         words = [WORDS[20 * (i % 2) + (7 * i + 3 * j) % 20] for j in range(3 + i % 7)]
@@ -50,14 +50,16 @@ def rows(count, start=0):
 
 
 def tagged(count, start=0):
-    """Sentences of 1 to 9 words, each with its third's name: LOW, MID or TOP."""
+    """Sentences of 1 to 9 words. A word's tag is the third of the vocabulary that it is in: LOW, MID, or TOP."""
     for i in range(start, start + count):
         words = [WORDS[(7 * i + 11 * j) % 54] for j in range(1 + i % 9)]
         yield words, [("LOW", "MID", "TOP")[int(word[1:]) // 18] for word in words]
 
 
 def asked(count, start=0, unanswerable=False):
-    """Contexts of 6 to 40 words, and of two to four in capitals, W50 to W55, the answer; unless each fourth has none."""
+    """Contexts of 6 to 40 words with an answer of two to four words in capitals, W50 to W55. With `unanswerable`, every fourth
+    context has none.
+    """
     for i in range(start, start + count):
         words = [WORDS[(7 * i + 3 * j) % 50] for j in range(6 + 11 * i % 35)]
         answers = {"text": [], "answer_start": []}
@@ -82,10 +84,10 @@ def write_json(path, data):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a tiny BERT and a GPT-2 without pad token, their tokenizers, and rows of all tasks."""
+    """A directory with a tiny BERT, a GPT-2 without a pad token, their tokenizers, and rows of all tasks."""
     path = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    # As they start from scratch, since these are to learn something.
+    # The models are initialized as for training from scratch, because they must learn.
     sizes = BERT | HOSTS["bert"].no_dropout | {"vocab_size": VOCABULARY}
     BertModel(BertConfig(**sizes, problem_type="multi_label_classification")).save_pretrained(path / "bert")
     vocabularies.of_bert(path).save_pretrained(path / "bert")
@@ -94,9 +96,9 @@ def tiny(tmp_path_factory):
     vocabularies.of_words(eos_token="[CLS]").save_pretrained(path / "gpt2")
     (path / "data").mkdir()
     (text, label), *others = rows(40)
-    # The first one is to be cut.
+    # The first text will be truncated.
     write(path / "data" / "train.csv", [(" ".join([text] * LENGTH), label), *others])
-    # Three labels of eleven are wrong, so that no metric is 1; batches of two leave one over.
+    # Three labels of eleven are wrong, so that no metric is 1. With batches of two, one row is left over.
     other = {"good": "bad", "bad": "good"}
     flipped = [(text, other[label] if i < 3 else label) for i, (text, label) in enumerate(rows(11, 40))]
     write(path / "data" / "validation.csv", flipped)
@@ -105,7 +107,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
-    """A cache of its own, and no Accelerator left from another run."""
+    """A separate cache, and no Accelerator of another run."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -113,7 +115,7 @@ def alone(tmp_path, monkeypatch):
 
 
 def arguments_for(tiny, output, *more, model="bert", data=("--train_file", "--validation_file"), batch=8):
-    """The command line of a short run that learns the task; flags in `more` win."""
+    """The command line of a short run that learns the task. Flags in `more` take precedence."""
     files = {"--train_file": "train.csv", "--validation_file": "validation.csv"}
     given = ["--model_name_or_path", tiny / model, "--output_dir", output, "--max_train_steps", 40]
     given += ["--learning_rate", 0.005, "--per_device_train_batch_size", batch, "--per_device_eval_batch_size", 2]
@@ -127,7 +129,7 @@ def read(output):
 
 
 def train(*arguments, **options):
-    """Run the script in this process; its all_results.json."""
+    """Runs the script in this process, and returns its all_results.json."""
     finetune.main(arguments_for(*arguments, **options))
     return read(arguments[1])
 
@@ -140,14 +142,14 @@ def measures(record):
 
 
 def f1_of(given, expected, labels=("bad", "good")):
-    """The mean of F1 over labels."""
+    """The mean F1 over labels."""
     hits = Counter(g for g, e in zip(given, expected, strict=True) if g == e)
     return sum(2 * hits[label] / (given.count(label) + expected.count(label)) for label in labels) / len(labels)
 
 
 @torch.no_grad()
 def answers(path, texts):
-    """The labels that a saved classifier gives to texts, one at a time."""
+    """The labels that a saved classifier predicts for texts, one at a time."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
     return [model.config.id2label[i] for i in logits.argmax(-1).tolist()]
@@ -155,7 +157,9 @@ def answers(path, texts):
 
 @pytest.fixture(scope="module")
 def one_process(tiny, tmp_path_factory):
-    """A run on one process which pushes what it has trained: its output folder, its record, what it said, the Hub's repos."""
+    """A run on one process that pushes its result. Returns its output directory, its record, its output, and the Hub's
+    repositories.
+    """
     output = tmp_path_factory.mktemp("one") / "out"
     with serve() as hub:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": f"{output}-home"}
@@ -211,7 +215,7 @@ def test_decoder_without_pad_token_and_without_limit(tiny, tmp_path):
 
 
 def test_extended_before_training(tiny, tmp_path):
-    """As `hf-posenc extend`, then training: of the encoding that the model has, with its weights."""
+    """The script runs `hf-posenc extend` before training, with the model's own encoding and its weights."""
     record = train(tiny, tmp_path / "out", "--extend", "dynamic", "--model_max_length", 2 * LENGTH, "--max_train_steps", 3)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.position_encoding["trained_rows"] == LENGTH and record["text_length"] == 2 * LENGTH
@@ -236,7 +240,7 @@ def test_bad_extensions(tiny, tmp_path, more, named, capsys):
 
 
 def test_patched_and_patched_before(tiny, tmp_path):
-    """Trained again, a head keeps the order of its labels."""
+    """A trained head keeps the order of its labels in further training."""
     model = AutoModelForSequenceClassification.from_pretrained(
         tiny / "bert", id2label={0: "good", 1: "bad"}, label2id={"good": 0, "bad": 1}
     )
@@ -270,7 +274,7 @@ def test_patched_and_patched_before(tiny, tmp_path):
 
 
 def test_early_stopping_ends_with_the_best_model(tiny, tmp_path):
-    """All validation labels are wrong: the more is learned, the worse."""
+    """All validation labels are wrong, so scores fall as the model learns."""
     other = {"good": "bad", "bad": "good"}
     write(tmp_path / "wrong.csv", [(text, other[label]) for text, label in rows(20)])
     options = ("--validation_file", tmp_path / "wrong.csv", "--eval_steps", 5)
@@ -288,8 +292,7 @@ def test_early_stopping_ends_with_the_best_model(tiny, tmp_path):
 
 
 def test_columns_and_labels_of_data_sets(tiny, tags, tmp_path, capsys):
-    """JSON with columns of its own; a data set's ClassLabel, of which those are known that are there; with and without rows
-    to measure."""
+    """JSON may have other column names. A ClassLabel keeps only the labels that occur. Evaluation rows are optional."""
     data = [{"said": text, "stars": 10 if label == "good" else 9} for text, label in rows(40)]
     file = write_json(tmp_path / "train.jsonl", data)
     columns = ("--text_column", "said", "--label_column", "stars", "--num_train_epochs", 2, "--max_train_steps", 2)
@@ -307,7 +310,7 @@ def test_columns_and_labels_of_data_sets(tiny, tags, tmp_path, capsys):
     config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "parquet").config
     assert config.id2label == {0: "negative", 1: "positive"}
     assert (record["train_samples"], record["eval_samples"]) == (30, 10)
-    # Of words and tags in CSV, a string each.
+    # Words and tags in CSV, one string each.
     train(tiny, tmp_path / "tags", *TAGS, "--train_file", tags / "train.csv", "--max_train_steps", 1, data=())
     config = AutoModelForTokenClassification.from_pretrained(tmp_path / "tags").config
     assert config.id2label == {0: "LOW", 1: "MID", 2: "TOP"}
@@ -327,7 +330,7 @@ def test_streams(tiny, tags, quiz, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["texts", "tags", "quiz"])
 def test_two_processes_and_accumulated_gradients_do_what_one_does(tiny, tags, quiz, tmp_path, launch, task):
-    """Batches of two on two processes: eleven rows leave three over, whose lengths differ."""
+    """Two processes take batches of two. Of eleven rows, three are left over, and their lengths differ."""
     line = {
         "texts": ["--train_file", tiny / "data" / "train.csv", "--validation_file", tiny / "data" / "validation.csv"],
         "tags": [*TAGS, "--train_file", tags / "train.json", "--validation_file", tags / "validation.json"],
@@ -349,7 +352,7 @@ def test_two_processes_and_accumulated_gradients_do_what_one_does(tiny, tags, qu
 
 
 def bpe():
-    """A byte-level BPE tokenizer as RoBERTa has it, which merges words of WORDS to a few tokens each."""
+    """A byte-level BPE tokenizer as in RoBERTa, which splits the words of WORDS into a few tokens each."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -372,7 +375,7 @@ def pieces():
 @pytest.mark.parametrize("make", [bpe, pieces])
 @pytest.mark.parametrize("length", [100, 9])
 def test_labels_are_at_the_first_token_of_each_word(make, length):
-    """The oracle makes tokens word by word."""
+    """The reference implementation tokenizes one word after another."""
     tokenizer = make()
     sentences = [["w10", "xyz-w7", "", "w3"], ["\u200b", "w55"], ["w1"], ["w2", "-", "wwww", "\u00adw5", "w40", "\u200b"]]
     if make is bpe:  # which has tokens for everything
@@ -384,7 +387,7 @@ def test_labels_are_at_the_first_token_of_each_word(make, length):
         ids, labels = [tokenizer.cls_token_id], [-100]
         for i, word in enumerate(words):
             own = tokenizer(" " * (make is bpe and i > 0) + word, add_special_tokens=False)
-            # A blank may be a token of its own, which is no part of the word.
+            # A space may be a separate token, which isn't part of the word.
             first = next((i for i, token in enumerate(own.tokens()) if token != "Ġ"), None)
             ids += own.input_ids
             labels += [known[names[row][i]] if token == first else -100 for token in range(len(own.input_ids))]
@@ -398,12 +401,12 @@ TAGS = ("--task", "token-classification", "--text_column", "words", "--label_col
 
 @pytest.fixture(scope="module")
 def tags(tmp_path_factory):
-    """Files of tagged sentences, to train and to validate: lists in JSON, ClassLabel lists in parquet, and strings in CSV."""
+    """Files of tagged sentences for training and validation: lists in JSON, ClassLabel lists in parquet, and strings in CSV."""
     path, names = tmp_path_factory.mktemp("tags"), ["LOW", "MID", "TOP"]
     right = [{"words": words, "tags": labels} for words, labels in tagged(40)]
-    # One is to be cut.
+    # One sentence will be truncated.
     right[0] = {key: value * 30 for key, value in right[0].items()}
-    # Each fifth tag is wrong, and the last sentence is longer than the model takes.
+    # Every fifth tag is wrong, and the last sentence is longer than the model's maximum length.
     wrong = []
     for i, (words, labels) in enumerate(tagged(11, 60)):
         labels = [names[(names.index(tag) + (j % 5 == i % 5)) % 3] for j, tag in enumerate(labels)]
@@ -419,7 +422,9 @@ def tags(tmp_path_factory):
 
 @torch.no_grad()
 def assert_tag_metrics(record, output, validation, length):
-    """Counted from the saved model's own answers, word by word: each word is one token, after [CLS] where there is one."""
+    """The metrics equal those of the saved model's predictions for each word. Each word is one token, after [CLS] if there is
+    one.
+    """
     model, tokenizer = AutoModelForTokenClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     special = tokenizer.num_special_tokens_to_add()
     given, expected, losses = [], [], []
@@ -438,7 +443,7 @@ def assert_tag_metrics(record, output, validation, length):
     assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
     assert record["eval_majority_share"] == max(map(expected.count, set(expected))) / len(expected)
     assert record["eval_samples"] == len(expected)
-    assert 0.6 < record["eval_accuracy"] < 0.9  # all but what is wrong on purpose
+    assert 0.6 < record["eval_accuracy"] < 0.9  # all except the deliberate errors
 
 
 @pytest.mark.parametrize(("model", "kind", "encoding"), [("bert", "parquet", "t5"), slow("gpt2", "csv", "alibi")])
@@ -464,7 +469,7 @@ STRIDE = 5
 
 
 def without_articles(text):
-    """As SQuAD compares answers: the words; ours have no articles and no punctuation."""
+    """The words of an answer, as SQuAD compares them. These answers have no articles and no punctuation."""
     return text.lower().split()
 
 
@@ -477,7 +482,9 @@ def f1(said, wanted):
 
 @torch.no_grad()
 def answered(model, tokenizer, row, length, stride, longest, unanswerable):
-    """The saved model's answer, from windows over the context's tokens and loops over all spans; the windows' losses."""
+    """The saved model's answer and the losses of its windows. It uses windows over the context's tokens and loops over all
+    spans.
+    """
     question = tokenizer(row["question"], add_special_tokens=False).input_ids[:3]
     whole = tokenizer(row["context"], add_special_tokens=False, return_offsets_mapping=True)
     head, between, tail = ([tokenizer.cls_token_id], *[[tokenizer.sep_token_id]] * 2) if tokenizer.cls_token else ([], [], [])
@@ -526,7 +533,7 @@ def assert_answers(record, output, validation, length=LENGTH):
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory):
-    """Questions to train and to validate; v2 has unanswerable ones. Some have two answers, or one that is half right."""
+    """Questions for training and validation. v2 has unanswerable ones. Some have two answers, or a half-right one."""
     path = tmp_path_factory.mktemp("quiz")
     for name in ("v1", "v2"):
         write_json(path / f"{name}-train.json", asked(48, unanswerable=name == "v2"))
@@ -563,7 +570,7 @@ def test_answers_are_learned_and_measured_as_squad_does(tiny, quiz, tmp_path, ki
     said = assert_answers(record, tmp_path / "out", quiz / f"{kind}-validation.json")
     truth = [row["answers"]["text"] for row in asked(13, 101, unanswerable=kind == "v2")]
     assert [[each.strip()] if each else [] for each in said] == truth
-    assert 0.5 < record["eval_exact_match"] < record["eval_f1"] < 1  # all but what is half right on purpose
+    assert 0.5 < record["eval_exact_match"] < record["eval_f1"] < 1  # all except the half-right answers
 
 
 @pytest.mark.parametrize("longest", [1, 3, 50])
@@ -587,7 +594,9 @@ def test_the_best_span(longest):
 @pytest.mark.parametrize("make", [bpe, pieces])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_every_piece_maps_back_to_the_answer(make, side):
-    """Where all of the answer is in a piece, its positions are the answer's characters; elsewhere they are the first's."""
+    """If a window contains the whole answer, its positions are the answer's characters. Otherwise, they are the position of the
+    CLS token.
+    """
     tokenizer = make()
     tokenizer.padding_side = side
     context = "w1 w22, \u200b w333-xyz\tw4 (w55)  w6 w12. w7 w890 w31 w2 w5 w44 w3"
@@ -621,7 +630,7 @@ def test_every_piece_maps_back_to_the_answer(make, side):
     assert set(found) == set(range(len(spans))) and max(found.values()) > 1
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -711,7 +720,7 @@ def test_rows_refused(tiny, tmp_path, row, change, words):
 
 
 def test_other_task_refused(tiny, tags, quiz, tmp_path):
-    """Columns, tokenizers, lengths, labels and sources that don't go with the task."""
+    """Columns, tokenizers, lengths, labels, and sources that don't suit the task raise errors."""
     ByT5Tokenizer().save_pretrained(tmp_path / "slow")
     BertConfig(**BERT).save_pretrained(tmp_path / "slow")
     write_json(tmp_path / "silent.json", [{"words": ["\u200b"], "tags": ["LOW"]}])
@@ -776,7 +785,7 @@ def test_the_real_reviews():
 
 
 def test_several_seeds(tmp_path, capsys):
-    """Finished runs are not run again; Student's interval by hand: 0.02 · 4.303 / √3."""
+    """Finished runs don't run again. Student's interval is 0.02 · 4.303 / √3."""
     for name, values in {"a": (0.5, 0.52, 0.54), "b": (0.7, 0.7, 0.7)}.items():
         for seed, value in enumerate(values):
             (tmp_path / f"{name}-{seed}").mkdir()

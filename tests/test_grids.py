@@ -1,4 +1,4 @@
-"""Encodings of rows and columns in models of images: sinusoidal_2d, rope_2d.
+"""Encodings of rows and columns in image models: sinusoidal_2d and rope_2d.
 
 Shapes: B batch, L patches, H heads, E head_dim, D hidden_size.
 """
@@ -39,7 +39,7 @@ def cells_of(rows, columns):
 
 
 def vectors(cells, size, base=10000.0, layout="interleaved", first="row"):
-    """`[L, D]`, number by number."""
+    """The vectors `[L, D]`, number by number."""
     table = []
     for row, column in cells:
         vector = []
@@ -55,13 +55,13 @@ def vectors(cells, size, base=10000.0, layout="interleaved", first="row"):
 
 
 def axial(heads, half, theta=100.0):
-    """`[H][E/2]`, the radians per row and per column of each pair."""
+    """The radians per row and per column for each pair of features, `[H][E/2]`."""
     steps = [theta ** (-2 * i / half) for i in range(half // 2)]
     return [[*((step, 0.0) for step in steps), *((0.0, step) for step in steps)]] * heads
 
 
 def turned(states, cells, steps, layout="half"):
-    """steps: radians per row and per column `[H][E/2]`."""
+    """Rotated states. steps: radians per row and per column, `[H][E/2]`."""
 
     def turn(b, h, i, pair):
         return cmath.exp(1j * sum(place * step for place, step in zip(cells[i], steps[h][pair], strict=True)))
@@ -69,7 +69,7 @@ def turned(states, cells, steps, layout="half"):
     return oracles.turned(states, turn, layout)
 
 
-# What the encodings compute.
+# Results of the encodings.
 
 
 @pytest.mark.parametrize("size", [4, 7, 10, 32])
@@ -82,7 +82,7 @@ def test_vectors_of_rows_and_columns(size, layout, first):
 
 
 def test_vectors_of_other_libraries():
-    """DETR's, which counts from 1, MAE's, which begins with the column, and those of positional_encodings."""
+    """The vectors equal those of DETR, MAE, and positional_encodings. DETR counts from 1, and MAE starts with the column."""
     from transformers.models.detr.modeling_detr import DetrSinePositionEmbedding
     from transformers.models.vit_mae.modeling_vit_mae import ViTMAEEmbeddings
 
@@ -102,7 +102,7 @@ def test_vectors_of_other_libraries():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("theta", [10.0, 100.0])
 def test_axial_rotation(layout, theta):
-    """Of far cells in half precision, too: angles are exact in float64, and cast last."""
+    """The rotation is exact for far cells in half precision also: angles are exact in float64, and cast last."""
     encoding = made("rope_2d", layout=layout, theta=theta)
     query, key, cells = random(2, 4, 6, 8), random(2, 2, 6, 8, seed=1), cells_of(2, 3).flatten(0, 1).tolist()
     got = encoding("rotate", query, key, context_of(encoding, (2, 3)))
@@ -127,7 +127,7 @@ def test_axial_rotation_of_rotary_embedding_torch(theta):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mixed_rotation_and_its_gradients(layout):
-    """Two heads of queries for each of keys."""
+    """Two query heads share each key head."""
     encoding = made("rope_2d", groups=2, frequencies="mixed", layout=layout, seed=0, dtype=torch.float64)
     query, key, cells = random(1, 4, 6, 8), random(1, 2, 6, 8, seed=1), cells_of(2, 3).flatten(0, 1).tolist()
     weights = random(1, 4, 6, 8, seed=2), random(1, 2, 6, 8, seed=3)
@@ -150,7 +150,7 @@ def test_mixed_rotation_and_its_gradients(layout):
 
 
 def test_where_mixed_frequencies_start():
-    """The two axes, turned by a part of 90 degrees for each head."""
+    """The frequencies start on the two axes, rotated by a fraction of 90 degrees for each head."""
     weight = made("rope_2d", frequencies="mixed").weight.detach()
     steps = torch.tensor(axial(4, 4)).permute(2, 0, 1)
     assert_close(weight[:, 0], steps[:, 0])
@@ -237,7 +237,7 @@ def test_rotation_leaves_the_class_token():
 
 @pytest.mark.parametrize("encoding", CHOSEN)
 def test_another_image_size(encoding):
-    """The same weights in a model whose config has that size."""
+    """The same weights give the same output in a model whose config has that size."""
     model, pixels = stock("vit"), images(height=48, width=32)
     larger = stock("vit", image_size=[48, 32])
     larger.load_state_dict({n: p for n, p in model.state_dict().items() if "position" not in n}, strict=False)
@@ -262,7 +262,7 @@ def test_patches_that_are_left_keep_their_cells():
 
 @pytest.mark.parametrize("encoding", CHOSEN)
 def test_smaller_images_of_a_batch(encoding):
-    """Idefics pads them on the right and below; how wide the batch is changes nothing."""
+    """Idefics pads images on the right and below. The width of the batch changes nothing."""
     config = transformers.models.idefics3.Idefics3VisionConfig(**SIZES)
     model = randomize(transformers.models.idefics3.Idefics3VisionTransformer(config)).eval()
     new, pixels, shown = with_encoding(model, encoding), images(), torch.zeros(2, 4, 4, dtype=torch.bool)
@@ -279,7 +279,7 @@ def qwen():
 
 
 def test_images_in_one_row():
-    """Qwen's vision is given the cell of each patch, in blocks of 2 x 2, and has an axial rotation itself."""
+    """Qwen's vision model gets the cell of each patch, in blocks of 2 x 2. It has an axial rotation itself."""
     model = qwen()
     with torch.no_grad():
         model.pos_embed.weight.zero_()
@@ -288,18 +288,18 @@ def test_images_in_one_row():
     for chosen, patches in ((grids[:1], pixels[:16]), (grids[1:2], pixels[16:40]), (grids[::2], pixels[:28])):
         assert_close(states(new, patches, grid_thw=chosen), states(model, patches, grid_thw=chosen))
     with pytest.raises(ValueError, match="2 coordinates for each of 12 tokens"):
-        new(pixels[16:], grid_thw=grids[1:])  # 12 tokens are of a grid of 2 x 6, or of 6 x 2
+        new(pixels[16:], grid_thw=grids[1:])  # 12 tokens can be a grid of 2 x 6 or of 6 x 2
     added = patched(qwen(), "sinusoidal_2d")
     together = states(added, pixels, grid_thw=grids)
     assert_close(together[40:], states(added, pixels[40:], grid_thw=grids[2:]))
     assert_apart(states(added, pixels[40:], grid_thw=torch.tensor([[1, 2, 6]])), together[40:])
 
 
-# Encodings of one's own.
+# Custom encodings.
 
 
 def test_frames_rows_and_columns(own_registry):
-    """VideoMAE cuts its patches out of two frames each."""
+    """VideoMAE cuts each patch from two frames."""
 
     class Volume(hf_posenc.PositionEncoding, type="volume"):
         axes = 3
@@ -318,7 +318,7 @@ def test_frames_rows_and_columns(own_registry):
         hf_posenc.patch(stock("vit"), "volume")
 
 
-# What has no grid.
+# Models without a grid.
 
 
 @pytest.mark.parametrize("encoding", ["sinusoidal_2d", "rope_2d", "alibi+rope_2d"])
@@ -335,7 +335,7 @@ def test_models_without_a_grid(encoding):
 
 
 def test_windows():
-    """In a window it isn't known where its patches lie; vectors are added before."""
+    """Inside a window, the location of a patch is unknown. Additive vectors are added before."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
     for model in (stock("Swin", **sizes, use_absolute_embeddings=True), stock("sam3")):
         assert states(patched(model, "sinusoidal_2d"), images()).isfinite().all()

@@ -1,4 +1,4 @@
-"""push_to_hub: the real client against a Hub on loopback, pushing in one process and loading in another (hub_worker.py)."""
+"""push_to_hub with the real client and a Hub on loopback. hub_worker.py pushes in one process and loads in another."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ from models import INSTALLED, patched, slow, stock, tokens
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"
-"""What the Hub's website leaves in a new repo for which a licence was chosen."""
+"""The model card that the Hub's website makes in a new repository with a license."""
 
 
 EVALUATION = {
@@ -47,7 +47,7 @@ EVALUATION = {
 
 
 def run(function, folder, hub, home, *arguments, **settings):
-    """A function of hub_worker with a folder, in a process of its own: its standard error."""
+    """Runs a function of hub_worker with a directory in a separate process, and returns its standard error."""
     about_the_hub = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / home)}
     settings = {**about_the_hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", **settings}
     code = f"import sys, hub_worker; hub_worker.{function}(*sys.argv[1:])"
@@ -61,7 +61,7 @@ def repo_of(files, **more):
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
-    """The Hub after `pushes`; what `pushes` got back; what `loads` saw."""
+    """The Hub after `pushes`, the results of `pushes`, and the results of `loads`."""
     folder = tmp_path_factory.mktemp("hub")
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
@@ -101,12 +101,12 @@ def contents(folder):
 
 
 def files_of(repo):
-    """Those of its last commit, without what the Hub adds."""
+    """The files of the last commit, except those that the Hub adds."""
     return {path: content for path, content in repo.commits[-1].files.items() if path != ".gitattributes"}
 
 
 def card_of(repo):
-    """A card's metadata and its text."""
+    """The metadata and text of a card."""
     _, front, text = repo.commits[-1].files["README.md"].decode().split("---\n", 2)
     return yaml.safe_load(front), text
 
@@ -151,7 +151,7 @@ def test_one_commit_for_a_change_and_none_for_no_change(pushed):
     added = {path for path in one.files if not path.endswith(".py")} - set(start.files)
     assert added == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path for path in two.files if two.files[path] != one.files[path]} == {"model.safetensors"}
-    # A push that came between would have been refused rather than covered.
+    # If another push had come between, the Hub would have rejected this one instead of overwriting it.
     assert one.parent == start.sha and two.parent == one.sha
     assert one.message == "Upload PosEncBertModel (sinusoidal+alibi)"
 
@@ -287,7 +287,7 @@ def test_what_can_not_be_loaded_says_why(pushed):
         "anonymous": "is not a local folder and is not a valid model identifier",
         "no revision": "no-such is not a valid git identifier",
     }.items():
-        if name == "anonymous" and Version("5.18") > INSTALLED:  # which takes what is in the cache
+        if name == "anonymous" and Version("5.18") > INSTALLED:  # it loads from the cache
             continue
         assert words in pushed.loaded[name], pushed.loaded[name]
     assert TOKEN not in pushed.errors and TOKEN not in json.dumps([pushed.results, pushed.loaded])
@@ -350,7 +350,7 @@ def test_a_folder_made_offline_is_renewed(tmp_path, caplog):
 
 
 ADAPTERS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-"""Of peft's own making."""
+"""A warning that peft causes."""
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def with_adapters():
     ],
 )
 def test_a_model_that_is_none_is_refused(token, make, words):
-    # Here as below: nothing is written, and the tests run offline, so nothing is sent.
+    # As in the next tests, nothing is written. The tests run offline, so nothing is sent.
     with pytest.raises(ValueError, match=words):
         hf_posenc.push_to_hub(make(), "me/model")
 

@@ -1,6 +1,6 @@
-"""push_to_hub through what goes wrong on the way: one fault, one repo. The real client, a Hub on loopback.
+"""push_to_hub with faults: one fault in each repository, with the real client and a Hub on loopback.
 
-Each repo begins with an old model in two shards, which the push replaces by a single file: a half push wouldn't load.
+Each repository starts with an old model in two shards. The push replaces it by a single file, so a half push wouldn't load.
 """
 
 import json
@@ -52,7 +52,7 @@ NEW_REPOS = ("create-500", "create-lost", "unreachable")
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
-    """What the pushes got back, what was logged during the first of each repo, and the Hub afterwards."""
+    """The results of the pushes, the log of the first push to each repository, and the Hub afterwards."""
     folder = tmp_path_factory.mktemp("faults")
     patched("bert", "alibi", seed=0).save_pretrained(folder / "old", max_shard_size="40KB")
     files = {**contents(folder / "old"), "README.md": b"---\nlicense: mit\n---\n"}
@@ -77,7 +77,7 @@ def pushed(tmp_path_factory):
         ("create-lost", "The Hub: RemoteProtocolError. Attempt 2 of 3"),
         ("card-500", "The Hub: status 500. Attempt 2 of 3"),
         ("yaml-503", "The Hub: JSONDecodeError. Attempt 2 of 3"),
-        ("preupload-429", "Retrying in"),  # by the client itself, as the next two
+        ("preupload-429", "Retrying in"),  # logged by the client itself, as are the next two
         ("put-cut", "Retrying in"),
         ("put-500", "Retrying in"),
         ("commit-429", "The Hub: status 429. Attempt 2 of 3 in 1.0 s"),
@@ -87,7 +87,7 @@ def pushed(tmp_path_factory):
     ],
 )
 def test_it_is_as_if_nothing_had_happened(pushed, name, logged):
-    """The model is there, whole, by one commit, and the same push again changes nothing."""
+    """One commit contains the complete model, and repeating the push changes nothing."""
     result, (*_, last) = pushed.results[name], (line := pushed.repos[f"{USER}/{name}"].commits)
     assert result == {"oid": last.sha, "head": "new", "again": {"oid": last.sha}, "then": "new"}
     assert len(line) == 2 and "model-00001-of-00002.safetensors" not in last.files
@@ -133,7 +133,7 @@ def test_a_hub_that_does_not_answer(pushed):
 
 
 def test_500_at_a_download(pushed):
-    """Of a load, not of a push: the client doesn't ask again, and the next load does."""
+    """The fault is in a load, not in a push. The client doesn't retry, and the next load succeeds."""
     result = pushed.results["get-500"]
     assert "500" in result["head"] and result["then"] == "new"
     assert result["again"]["oid"] == result["oid"] and len(pushed.repos["me/get-500"].commits) == 2

@@ -1,7 +1,8 @@
-"""push_to_hub at a Hub that accepts and falls silent, at each of its requests: it ends in time, and says why.
+"""push_to_hub with a Hub that accepts a request and then falls silent. For each request, the push ends in time and gives the
+reason.
 
-All pushes of a test run at once, in threads of one process, where a client of somebody else's stays without a limit. In
-`make test` they have a clock of their own, and nothing waits.
+All pushes of a test run at once, in threads of one process. The client of another library in this process gets no time limit.
+In `make test`, the pushes use a simulated clock, and nothing waits.
 """
 
 import json
@@ -35,11 +36,11 @@ STEPS = {
     "commit": ("POST /api/models/me/{name}/commit/", {}),
     "requests": ("GET /api/models/me/{name}/discussions ", {"create_pr": True}),
 }
-"""Every request of a push, and what makes a push send it."""
+"""Every request of a push, and the arguments that make a push send it."""
 
 
 def pushes(folder, cases, limits, part_size=1 << 15, waiting=False):
-    """What came of pushes. cases: name -> step, act, times, unread."""
+    """The results of pushes. cases: name -> step, act, times, unread."""
     patched("bert", "alibi", seed=0).save_pretrained(folder / "old", max_shard_size="40KB")
     old = contents(folder / "old") | {
         "README.md": b"---\nlicense: mit\n---\n",
@@ -65,7 +66,9 @@ def pushes(folder, cases, limits, part_size=1 << 15, waiting=False):
 
 
 def whole(done, name):
-    """The head of each branch is the old model or the new one, never a part of either. Returns the number of new commits."""
+    """Checks that the head of each branch is the old or the new model, never a part of either. Returns the number of new
+    commits.
+    """
     repo, made = done.repos.get(f"{USER}/{name}", Repo()), 0
     for place, line in repo.branches.items():
         for commit in line:
@@ -91,8 +94,8 @@ KINDS = {
 }
 DEADLINES = {"silent": 10, "once": 60, "stall": 10, "trickle": 8}
 WAITING = ("stall", "trickle")
-"""Kinds in which the Hub and its clients wait in real time."""
-SPARE, PAUSE = 30, 8  # s: by a busy machine beyond a deadline, where a push without one would wait for ever; by the client
+"""Kinds of faults in which the Hub and its clients wait in real time."""
+SPARE, PAUSE = 30, 8  # seconds of slack after a deadline (a push without one would never end), and of a client's pause
 
 
 @pytest.fixture(scope="module", params=["silent", *(slow(kind) for kind in KINDS if kind != "silent")])
@@ -121,7 +124,7 @@ def test_silence_ends_in_time_and_by_name(hushed):
 
 
 def test_a_request_that_nothing_stops_is_left_at_the_deadline():
-    """As name resolution would be."""
+    """The request is abandoned at its deadline, as name resolution would be."""
     never, began = threading.Event(), time.monotonic()
     with pytest.raises(TimeoutError, match=r"its deadline of 0\.05 s"):
         HubSession(timeout=9, deadline=0.05).send(lambda: never.wait(SPARE))
@@ -131,7 +134,7 @@ def test_a_request_that_nothing_stops_is_left_at_the_deadline():
 
 @pytest.mark.slow
 def test_a_hub_that_stops_reading(tmp_path):
-    """In the middle of an upload that is larger than all buffers on the way."""
+    """The Hub stops reading during an upload that is larger than all buffers in between."""
     (tmp_path / "large.png").write_bytes(bytes(2**24))
     limits = {"timeout": 0.5, "deadline": 4, "figures": [str(tmp_path / "large.png")]}
     done = pushes(tmp_path, {"half": ("put", stall, ALWAYS, True)}, limits, part_size=2**26, waiting=True)

@@ -1,6 +1,6 @@
-"""push_to_hub with every kind of fault at every request: it succeeds, or raises what its docstring lists, in time.
+"""push_to_hub with every kind of fault at every request: it succeeds, or raises a documented error in time.
 
-A push that says it is done is done; whatever else it says, the repository has the old model or the new one.
+If a push reports success, the new model is there. Otherwise, the repository has the old model or the new one.
 """
 
 import itertools
@@ -53,7 +53,9 @@ DEADLINE = 3
 
 @pytest.mark.parametrize("kinds", [slow(FAST), *(slow((kind,)) for kind in KINDS)], ids="+".join)
 def test_sweep(kinds, tmp_path):
-    """Every kind at every request, once and always; of FAST one at each request in turn, always."""
+    """Every kind of fault occurs at every request, once and always. For FAST, one kind in turn occurs at each
+    request, always.
+    """
     if kinds == FAST:
         turns = zip(STEPS, itertools.cycle(FAST))
         cases = {f"{step}-{kind}": (step, KINDS[kind], ALWAYS, False) for step, kind in turns}
@@ -73,7 +75,7 @@ def test_sweep(kinds, tmp_path):
         else:
             documented = [kind for kind in result["kinds"] if kind in DOCUMENTED]
             assert documented, (name, result)
-            assert documented[0] != "OSError", (name, result)  # of local files, with which nothing is wrong here
+            assert documented[0] != "OSError", (name, result)  # it is for local files, which are valid here
             assert documented[0] != "ValueError" or name.startswith("yaml"), (name, result)
             assert result["error"].isprintable() or "\n" in result["error"], (name, result)
             outcomes[documented[0]] += 1

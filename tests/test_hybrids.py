@@ -1,4 +1,6 @@
-"""Hosts that mix attention layers with others, which see order by themselves: linear attention, state spaces, convolutions."""
+"""Models that combine attention layers with layers that see order themselves: linear attention, state spaces,
+and convolutions.
+"""
 
 import pytest
 import torch
@@ -46,10 +48,10 @@ HYBRIDS = {
 }
 QUICK = ("lfm2", "lfm3", "qwen3-next", "nemotron-h", "granite", "falcon-h1", "minimax")
 NO_SOURCE = ("nemotron-h", "jamba", "granite", "zamba")
-"""Those without positions of their own."""
+"""Models without a positional component."""
 SINGLE_STEPS = ("jamba", "zamba", "recurrent-gemma")
 WINDOWED = {"lfm3": "sliding_window", "recurrent-gemma": "attention_window_size"}
-"""Each of their attentions, or one of them, sees as many tokens only."""
+"""In these models, one or all attentions see only this many tokens."""
 every_hybrid = pytest.mark.parametrize(
     "host", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HYBRIDS]
 )
@@ -70,9 +72,9 @@ def attentions(model):
 
 @torch.no_grad()
 def moved_by_order(model):
-    """By attention, how far its output at the last token moves, relative to its size, as the tokens before it change places.
+    """For each attention, the relative change of its output at the last token when the tokens before it are permuted.
 
-    The hidden states that enter it are permuted, in the midst of a forward pass: the layers below see order by themselves.
+    The hidden states that enter it are permuted within the forward pass, because the layers below see order themselves.
     """
     order, moved, busy = torch.tensor([3, 6, 1, 0, 7, 2, 5, 4, 8, 9]), {}, []
 
@@ -99,7 +101,7 @@ def moved_by_order(model):
     return moved
 
 
-# What is taken, and what stays
+# Support, and layers that stay
 
 
 @every_hybrid
@@ -141,7 +143,9 @@ def test_the_hosts_own_rotation():
 
 @torch.no_grad()
 def test_vectors_enter_the_first_layer_of_all():
-    """Not the first that has an attention; and they are what stock layers get with the vectors added to the embeddings."""
+    """The vectors enter the first layer, even if it has no attention. The result equals original layers with the vectors added
+    to the embeddings.
+    """
     model, ids = of("bamba"), tokens()
     new = hf_posenc.patch(model, "sinusoidal")
     assert new.posenc_state.locations == {"embed": ("layers.0",)}
@@ -157,7 +161,9 @@ def test_vectors_enter_the_first_layer_of_all():
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dynamic", "static"])
 @torch.no_grad()
 def test_cached_decoding(host, static):
-    """In chunks, and behind left padding; the stock model's window is a narrow one where it has one."""
+    """Decoding in chunks and after left padding equals a full forward pass. If the original model has a window, it is narrow
+    here.
+    """
     narrow = {WINDOWED[host]: 4} if host in WINDOWED else {}
     model, ids, mask = of(host, "sinusoidal+rope+alibi+shaw", "ForCausalLM", **narrow), tokens(2, 13), torch.ones(2, 13)
     cuts = range(5, 13) if host in SINGLE_STEPS else (5, 6, 9, 11)
@@ -168,7 +174,7 @@ def test_cached_decoding(host, static):
         return StaticCache(config=model.config, max_cache_len=20) if static else DynamicCache(config=model.config)
 
     assert_close(in_pieces(model, ids, cuts, mask, cache()), first(model(ids, use_cache=False)), atol=5e-5)
-    if host == "recurrent-gemma":  # whose stock model lets padding change what follows
+    if host == "recurrent-gemma":  # its original model lets padding change later tokens
         return
     mask[0, :3] = 0
     behind = in_pieces(model, ids, cuts, mask, cache())
@@ -178,7 +184,7 @@ def test_cached_decoding(host, static):
 @pytest.mark.parametrize("host", ["lfm2", "falcon-h1"])
 @torch.no_grad()
 def test_positions_are_remembered_with_keys(host):
-    """Behind ids that jump, in beams, in a cache whose first layer has no keys."""
+    """Positions stay with their keys for ids with gaps, in beam search, and in a cache whose first layer has no keys."""
     model, ids = of(host, "sinusoidal+rope+alibi+shaw"), tokens(2, 9)
     jumping = torch.tensor([[0, 1, 2, 9, 10, 11, 12, 13, 14]])
     full = first(model(ids, position_ids=jumping))
@@ -195,7 +201,7 @@ def test_positions_are_remembered_with_keys(host):
 
 
 def test_a_cache_that_counts_in_a_layer_without_keys():
-    """The stock model goes on from position 0, which is wrong; so would ours."""
+    """The original model would continue from position 0, which is wrong. The patched model raises an error."""
     model = of("minimax", "alibi", layer_types=[LINEAR, FULL])
     cache = model(tokens(2, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="counts 0 tokens, but holds keys of 5.*use_cache=False"):
@@ -226,11 +232,11 @@ def test_one_of_two_attentions():
     assert_apart(first(new(ids)), first(hf_posenc.patch(model, "none")(ids)))
 
 
-# Refusals
+# Unsupported models
 
 
 class Mixing(nn.Module):
-    """A layer that mixes tokens in a way that nothing is known of."""
+    """A layer that mixes tokens in an unknown way."""
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         return hidden_states + hidden_states.mean(1, keepdim=True)
@@ -250,7 +256,7 @@ class Convolved(nn.Module):
     [
         ("layers.0.self_attn.q_proj", Convolved(32), "order-sensitive convolutions", r"q_proj\.short"),
         ("layers.1.self_attn", Mixing(), "layers without attention", r"layers\.1.*LlamaDecoderLayer"),
-        # A stack of attentions alone gets its positions from somewhere that was not found.
+        # A layer stack with only attentions must get its positions from an undetected component.
         ("rotary_emb", None, None, "no known positional component"),
     ],
 )

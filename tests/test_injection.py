@@ -46,7 +46,7 @@ def test_vectors_are_added_in_every_layer(host, inject, mask):
 @every_inject
 @pytest.mark.parametrize("host", ["albert", "electra"])
 def test_injected_vectors_have_the_width_of_the_layers(host, inject):
-    """Where the layers are wider than the host's table."""
+    """This also holds if the layers are wider than the original table."""
     assert hf_posenc.patch(stock(host), "learned").posenc.weight.shape == (LENGTH, 16)
     assert hf_posenc.patch(stock(host), "learned", inject=inject).posenc.weight.shape == (LENGTH, 32)
     with pytest.raises(ValueError, match=r"size 16, .* size 32 .*init='normal'"):
@@ -82,7 +82,7 @@ def test_injection_under_gradient_checkpointing(host, inject, reentrant):
 @every_inject
 @torch.no_grad()
 def test_injection_in_cached_decoding(inject):
-    """New tokens get the vectors of their own positions, also after a left-padded prompt."""
+    """New tokens get the vectors of their positions, also after a left-padded prompt."""
     model, vectors = hf_posenc.patch(stock("gpt2"), "sinusoidal", inject=inject), {}
     expected = adding(without_positions("gpt2"), "gpt2", inject, vectors)
     mask = torch.tensor(MASKS["left"])
@@ -97,7 +97,7 @@ def test_injection_in_cached_decoding(inject):
 
 
 def test_injection_is_saved(tmp_path):
-    """A new process loads it, and unpatches it to the stock model."""
+    """A new process loads the model, and unpatches it to the original model."""
     for host, inject in (("bert", "every_layer"), ("gpt2", "after_attention"), ("distilbert", "after_attention")):
         model = randomize_encoding(hf_posenc.patch(stock(host), "learned+alibi", inject=inject, learned__std=0.5))
         keep(tmp_path / host, model, stock(host), tokens())
@@ -142,7 +142,7 @@ def test_inject_in_the_dict():
 @every_inject
 @pytest.mark.parametrize("shape", [(2, 3, 5, 16), (6, 5, 16)], ids=["layer", "attention"])
 def test_all_channels_have_the_same_positions(inject, shape):
-    """Of a time series, `[B, channels, L, D]` in its layers; attentions take each channel as a row."""
+    """In a time series, layers have the shape `[B, channels, L, D]`. Attentions take each channel as a row."""
     encoding = build(canonical({"type": "sinusoidal"}), Geometry(16, 4, 4))
     module, hidden, unknown = torch.nn.Identity(), torch.randn(shape), torch.empty(0, 0, dtype=torch.long)
     add = hooks.before if inject == "every_layer" else hooks.after

@@ -1,4 +1,4 @@
-"""`inspect`: what a report says of a model or a checkpoint."""
+"""`inspect`: the report on a model or a checkpoint."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from models import LENGTH, patched, stock, tiny
 
 
 def test_inspect(tmp_path):
-    """A model, its config, its folder and its config's file."""
+    """`inspect` gives the same report for a model, its config, its directory, and its config file."""
     model = patched("gpt2", "rope", max_length=99)
     report = hf_posenc.inspect(model)
     assert (report.encoding, report.options, report.max_length) == ("rope", {"theta": 10000.0, "layout": "half"}, 99)
@@ -35,7 +35,7 @@ def test_inspect(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_wrapped_model(minilm, tmp_path):
-    """The report is that of the model inside."""
+    """The report is that of the wrapped model."""
     from peft import LoraConfig, get_peft_model
     from sentence_transformers import SentenceTransformer
 
@@ -57,7 +57,7 @@ def test_a_wrapped_model(minilm, tmp_path):
 
 
 def test_a_model_made_of_several(tmp_path):
-    """Its parts may have encodings and lengths of their own: no report would be that of the whole."""
+    """Submodels of a composite model may have different encodings and lengths, so no report describes the whole model."""
     decoders = [stock("gpt2", "LMHeadModel", add_cross_attention=True) for _ in range(2)]
     for encoder, decoder, encoding in (
         (stock("bert"), decoders[0], "learned"),
@@ -91,7 +91,9 @@ def test_what_is_no_model(tmp_path):
 
 
 def test_other_threads_build_models_meanwhile(monkeypatch):
-    """Accelerate's init_empty_weights, which would do for `inspect` alone, takes the weights of all threads."""
+    """`inspect` doesn't affect models that other threads build. Accelerate's init_empty_weights would remove the weights in all
+    threads.
+    """
     built, real = [], inspection.AutoModel.from_config
 
     def from_config(config):

@@ -1,4 +1,6 @@
-"""Which way a bias is computed, and that every way gives what the obvious one does: outputs, gradients, memory."""
+"""How hf-posenc chooses the implementation of a bias. All implementations give the outputs and gradients of the direct
+computation, with limited memory.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,9 +30,9 @@ BIASING = [
 
 
 def attention_of(query, key, value, columns, seen, scaling):
-    """By all scores at once; zeros for queries that see nothing."""
+    """Attention from all scores at once. Queries that see no key give zeros."""
     queries, keys = query.shape[2], key.shape[2]
-    column = (keys - 1 - torch.arange(keys)) + torch.arange(queries)[:, None]  # column 0: of query 0 and the last key
+    column = (keys - 1 - torch.arange(keys)) + torch.arange(queries)[:, None]  # column 0: query 0 and the last key
     scores = query @ key.mT
     if columns.for_queries is not None:
         scores = scores + (columns.for_queries[:, column] * query[:, :, :, None]).sum(-1)
@@ -67,7 +69,7 @@ def inputs(queries, keys, kinds, heads_of_vectors, dtype=torch.float64, seed=0):
 
 
 def assert_alike(found, expected, leaves, upstream=None):
-    """Outputs and gradients, in float64."""
+    """Compares outputs and gradients in float64."""
     assert_close(found, expected, rtol=1e-10, atol=1e-10)
     upstream = random(*found.shape, seed=9) if upstream is None else upstream
     grads = [torch.autograd.grad(each, leaves, upstream) for each in (found, expected)]
@@ -130,9 +132,9 @@ def test_gradients_by_finite_differences(small_blocks, dropout):
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 1.0])
 def test_dropout_keeps_the_mean(probability):
-    """Of 2 * 3 * 40 * 400 weights, each dropped or not by itself: five standard errors."""
+    """The mean of 2 * 3 * 40 * 400 independently dropped weights is within five standard errors."""
     (query, key, _), columns = inputs(40, 400, "values", 1, dtype=torch.float32)
-    identity = torch.eye(400).expand(2, H, 400, 400)  # so that outputs are weights
+    identity = torch.eye(400).expand(2, H, 400, 400)  # outputs are then the weights
     seen = SEEN["all"](40, 400)
     whole = blockwise.attention(query, key, identity, columns, seen, 0.4).detach()
     left = blockwise.attention(query, key, identity, columns, seen, 0.4, dropout=probability).detach()
@@ -145,7 +147,7 @@ def test_dropout_keeps_the_mean(probability):
 
 
 def test_half_precision_is_as_exact_as_the_obvious_way():
-    """Against float64: no worse than twice the error of a bias in SDPA's mask, for outputs and each gradient."""
+    """Compared with float64, the errors of outputs and gradients are at most twice those of a bias in SDPA's mask."""
     length, kinds = 300, "values queries"
     (query, key, value), exact = inputs(length, length, kinds, 1, seed=3)
     seen, scaling = SEEN["all"](length, length), 0.5
@@ -173,7 +175,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
 
 
 def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
-    """The way for a tiny attention of one head group, and what it sees."""
+    """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
     geometry = Geometry(H * E, H, E)
     cls = hf_posenc.list_encodings()[encoding]
     module = cls(geometry, **(options or {})).train(train)
@@ -264,7 +266,7 @@ def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """The ways that attentions take, in order."""
+    """The implementations that attentions use, in order."""
     taken = []
 
     def watched(*arguments):
@@ -306,7 +308,7 @@ def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way)
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_flex_attention_that_takes_no_bias(monkeypatch):
-    """That of Transformers before 5.14, which would ignore it."""
+    """Flex attention of Transformers before 5.14 would ignore a bias, so it raises an error."""
     monkeypatch.setattr(bias_backends, "FLEX_TAKES_BIASES", False)
     model = patched("bert", "alibi")
     model.set_attn_implementation("flex_attention")
@@ -327,7 +329,7 @@ def test_flex_attention_that_takes_no_bias(monkeypatch):
     ],
 )
 def test_flex_attention_reads_values_by_distance(encodings, train, by_distance, past, keys):
-    """The bias that flex attention is given, read at all places as its kernel does, is the dense one."""
+    """The bias that flex attention reads equals the dense bias at all positions."""
     modules = [hf_posenc.list_encodings()[name](Geometry(H * E, H, E)) for name in encodings]
     (query, key, _), _ = inputs(11, keys, "", 1, dtype=torch.float32)
     index = torch.arange(past, past + 11)[None]
@@ -342,7 +344,7 @@ def test_flex_attention_reads_values_by_distance(encodings, train, by_distance, 
 
 @pytest.fixture
 def always(monkeypatch):
-    """The fast ways on inputs of any length, in small blocks."""
+    """Uses the fast implementations for inputs of any length, with a reduced block size."""
     monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
@@ -356,7 +358,7 @@ BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
 DENSE = [
     name for name in BIASING if "score_bias" in (kind := encoding_class(name)).mechanisms() and not kind.has_distance_vectors()
 ]
-"""Encodings with a bias by content or absolute position, not in `distance_vectors`: no other way serves them."""
+"""Encodings with a bias by content or absolute position that isn't in `distance_vectors`. They always use a dense bias."""
 
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
@@ -366,7 +368,9 @@ PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama
 
 @pytest.mark.parametrize(("host", "encoding"), PAIRS)
 def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
-    """With gradients and without, padded, and of chunks behind a cache. Llama has fewer heads for keys than for queries."""
+    """The outputs agree with and without gradients, padded, and in chunks with a cache. Llama has fewer heads for keys than for
+    queries.
+    """
     model = patched(host, encoding)
     for side in (None, "right", "left"):
         ids, mask = (tokens(2), None) if side is None else padded(tokens(2), [11, 7], side)
@@ -406,7 +410,7 @@ def test_autocast(always, ways, encoding, train):
 
 
 def test_dropout_in_code_saved_without_blocks(always, monkeypatch):
-    """The code saved with a model of fixed biases lacks the module for others: then dropout makes the bias dense."""
+    """The code saved with a model of fixed biases omits the module for blocks. With dropout, its bias is then dense."""
     model = hf_posenc.patch(stock("bert", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0), "alibi").train()
     monkeypatch.setattr(bias_backends, "_blockwise", lambda: None)
     outputs = []
@@ -418,7 +422,7 @@ def test_dropout_in_code_saved_without_blocks(always, monkeypatch):
 
 
 def near(requires_grad=True):
-    """Register "near-in-test", which hides what is further away than 2."""
+    """Registers "near-in-test", which hides tokens at distances above 2."""
 
     class Near(hf_posenc.PositionEncoding, type="near-in-test"):
         def __init__(self, geometry, **options):
@@ -431,7 +435,7 @@ def near(requires_grad=True):
 
 @pytest.mark.parametrize("way", ["toeplitz", "blocks"])
 def test_a_bias_that_hides_keys(own_registry, always, way):
-    """-inf at a distance is as hidden as in a mask, also where a whole block of keys is."""
+    """A bias of -inf hides keys as a mask does, even a whole block of keys."""
     near(requires_grad=way == "blocks")
     model = hf_posenc.patch(stock("bert"), "near-in-test")
     outputs = []
@@ -458,7 +462,7 @@ def test_vectors_of_another_shape(own_registry, always, ways, given, message):
             return given(self.weight[self.rows(distance)][None])
 
     model = patched("bert", "wrong-in-test", hidden_size=32, num_attention_heads=4)
-    if message is None:  # score_bias is asked
+    if message is None:  # score_bias is called
         expected = first(model(tokens()))
         model.set_attn_implementation("eager")
         assert_close(first(model(tokens())), expected)
@@ -468,7 +472,7 @@ def test_vectors_of_another_shape(own_registry, always, ways, given, message):
 
 
 def biased(states, mask, encoding, context, forward=sdpa_attention_forward, is_causal=False):
-    """`[B, Q, H, E]`, as an attention with SDPA gets it."""
+    """The output `[B, Q, H, E]` of an attention that uses SDPA."""
     module, options = SimpleNamespace(is_causal=is_causal), {"scaling": 0.5, "is_causal": is_causal}
     call = AttentionCall(module, *states, mask, [encoding], context, is_causal, options)
     return bias_backends.biased_attention(forward, call)[0]
@@ -476,7 +480,7 @@ def biased(states, mask, encoding, context, forward=sdpa_attention_forward, is_c
 
 @pytest.mark.parametrize("train", [False, True])
 def test_a_far_key_that_counts_is_not_hidden(train):
-    """Behind a bias of -200 whose weight would be nothing, but for its score."""
+    """A key with a bias of about -200 would have no weight, but its score makes it count."""
     query, key, value = (random(1, H, 300, E, seed=seed, dtype=torch.float32) for seed in (5, 6, 7))
     states = [each.requires_grad_(train) for each in (12 * query, 12 * key, value)]
     encoding, index = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E)), torch.arange(300)[None]
@@ -484,14 +488,14 @@ def test_a_far_key_that_counts_is_not_hidden(train):
     bias = -torch.tensor([0.0625, 0.00390625, 0.25])[:, None, None] * (index[0][:, None] - index[0]).abs()
     scores = states[0].double() @ states[1].double().mT * 0.5 + bias
     far = scores.softmax(-1) * (bias < -40)
-    assert far.max() > 0.5  # such keys there are
+    assert far.max() > 0.5  # such keys exist
     expected = (scores.softmax(-1) @ states[2].double()).transpose(1, 2)
     assert_close(biased(states, None, encoding, context).double(), expected, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
 def test_a_key_that_differs_by_twice_the_product_of_lengths():
-    """It lies behind a bias of -250, and its score is 200 where those of all other keys are -200."""
+    """This key has a bias of -250. Its score is 200, and those of all other keys are -200."""
     query = torch.zeros(1, H, 1024, E).index_fill(3, torch.tensor([0]), 20.0)
     key, value = -query, random(1, H, 1024, E, dtype=torch.float32)
     key[:, :, 1000] *= -1
@@ -503,7 +507,7 @@ def test_a_key_that_differs_by_twice_the_product_of_lengths():
 
 @torch.no_grad()
 def test_causal_and_other_layers_of_one_pass():
-    """What is computed once for all layers is that of layers which see the same keys."""
+    """Results that are computed once for all layers are shared only by layers that see the same keys."""
     states = [random(1, H, 300, E, seed=seed, dtype=torch.float32) for seed in (5, 6, 7)]
     encoding, index = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E)), torch.arange(300)[None]
 
@@ -544,7 +548,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("bias", STEEP)
 def test_steep_biases_under_masks_that_hide_the_own_key(own_registry, bias, mask):
-    """The queries whose keys are all hidden get no defined output, and are left out."""
+    """Queries that see no key have no defined output, and aren't compared."""
 
     class Steep(hf_posenc.PositionEncoding, type="steep-in-test"):
         def __init__(self, geometry, **options):
@@ -583,7 +587,7 @@ def test_steep_biases_under_masks_that_hide_the_own_key(own_registry, bias, mask
     ("host", "dropout", "side"), [("bert", 0.0, "left"), ("llama", 0.0, "left"), ("bert", 0.3, "left"), ("llama", 0.3, "right")]
 )
 def test_padding_to_which_a_bias_hides_all_keys(own_registry, always, ways, host, dropout, side):
-    """A window of 2 around tokens of which most are padding: neither outputs nor gradients are NaN."""
+    """In a window of 2 with mostly padding, neither outputs nor gradients are NaN."""
 
     near()
     model = hf_posenc.patch(stock(host), "near-in-test")
@@ -609,7 +613,9 @@ def test_padding_to_which_a_bias_hides_all_keys(own_registry, always, ways, host
 
 @pytest.mark.parametrize("encoding", ["shaw", "relative_key_query", "shaw+alibi"])
 def test_hidden_queries_in_half_precision(always, ways, encoding):
-    """The lowest float32 is -inf there: queries before the first shown key, in a block with others."""
+    """The lowest float32 becomes -inf in half precision. Here, queries before the first visible key are in a
+    block with others.
+    """
     for dtype in (torch.bfloat16, torch.float16):
         model = patched("llama", encoding).to(dtype).train()
         ids, mask = padded(tokens(2, 11), [11, 6], "left")
@@ -621,7 +627,7 @@ def test_hidden_queries_in_half_precision(always, ways, encoding):
 
 @pytest.mark.parametrize("encoding", ["t5", "shaw"])
 def test_checkpointing_drops_the_same_weights(always, encoding):
-    """The first run of a layer is without gradients, in reentrant checkpointing."""
+    """In reentrant checkpointing, the first run of a layer is without gradients."""
     outputs = []
 
     def note(module, args, output):
@@ -660,7 +666,7 @@ def test_other_vectors_have_other_rows_than_their_base_class(own_registry, alway
 
 
 def test_gradients_of_a_bias_reach_what_it_is_made_of(own_registry, always):
-    """Which need not be a parameter of the encoding's."""
+    """Gradients reach the tensors that a bias is computed from, even if they aren't parameters of the encoding."""
     slope = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
     class Given(hf_posenc.PositionEncoding, type="given-in-test"):
@@ -690,7 +696,7 @@ def test_autocast_leaves_doubles_as_they_are(always, ways):
         assert first(model(tokens())).isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's rule for unfold
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # from torch's rule for unfold
 def test_torch_func_takes_a_dense_bias(always, ways):
     model = patched("bert", "t5")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -706,7 +712,7 @@ def test_torch_func_takes_a_dense_bias(always, ways):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest memory that a result has."""
+    """Records the memory of the largest result."""
 
     bytes = 0
 
@@ -727,7 +733,7 @@ def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
     model = patched(host, encoding)
     heads = model.config.num_attention_heads
     with torch.set_grad_enabled(train):
-        # The host's own mask of padding has one head, and one byte for each query and key.
+        # The model's own padding mask has one head, and one byte for each query and key.
         with Largest() as largest:
             output = first(model(tokens(1, length)))
             if train:

@@ -14,12 +14,12 @@ from reloading import keep, reload
 
 FOUR = dict(num_hidden_layers=4)
 KINDS = ["bert", "mpnet", "gpt2", "llama", "modernbert"]
-"""Hosts with an attention for each layer, one of each structure."""
+"""Models with a separate attention in each layer, one of each structure."""
 SIZES = {host: {"n_layer": 4} if host == "gpt2" else FOUR for host in KINDS}
 
 
 def into(host, encoding, **arguments):
-    """A host of four layers, patched, the encoding's own parameters drawn anew."""
+    """A patched model of four layers, with new random values for the encoding's parameters."""
     return randomize_encoding(hf_posenc.patch(stock(host, **SIZES[host]), encoding, **arguments))
 
 
@@ -29,7 +29,7 @@ def layers_of(model, host):
 
 @torch.no_grad()
 def layer_by_layer(model, host, given=None):
-    """What enters each layer, and what its attention block answers. With `given`, that enters the layers instead."""
+    """The input of each layer, and the output of its attention block. `given` replaces the inputs of the layers."""
     entered, answered, handles = [], [], []
 
     def before(module, args):
@@ -49,7 +49,7 @@ def layer_by_layer(model, host, given=None):
 
 
 def acting_in(model, host):
-    """Numbers of the layers whose attention answers the same input otherwise than without any position."""
+    """The numbers of the layers whose attention output for the same input differs from that without positions."""
     entered, ours = layer_by_layer(model, host)
     _, without = layer_by_layer(hf_posenc.patch(stock(host, **SIZES[host]), "none"), host, entered)
     by = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, without, strict=True)]
@@ -111,7 +111,7 @@ def test_only_these_layers(host, encoding):
     ],
 )
 def test_two_encodings_in_turn(host, one, two, inject):
-    """Each layer does what it does in a model with its encoding alone."""
+    """Each layer gives the same output as in a model with only its encoding."""
     layers = {f"{one}__layers": "0::2", f"{two}__layers": "1::2"}
     model = into(host, f"{one}+{two}", inject=inject, **layers)
     assert hf_posenc.inspect(model).layers == {one: (0, 2), two: (1, 3)}
@@ -151,7 +151,7 @@ def test_parameters_in_these_layers_only(host, part):
 @pytest.mark.parametrize("host", KINDS)
 @torch.no_grad()
 def test_vectors_in_these_layers_only(host, inject):
-    """Compared with a model without positions to which the vectors are added by hand."""
+    """The output equals that of a model without positions whose layers get the vectors added by hooks."""
     model = into(host, "sinusoidal", inject=inject, layers=[1, 3])
     assert hf_posenc.inspect(model).layers == {"sinusoidal": (1, 3)}
     assert len(hf_posenc.inspect(model).locations["embed"]) == 2
@@ -262,7 +262,7 @@ def test_refused(encoding, options, words):
 
 
 def test_a_shared_layer():
-    """ALBERT's layers are one, used several times."""
+    """ALBERT uses one layer several times."""
     model = stock("albert")
     with pytest.raises(hf_posenc.UnsupportedModelError, match=r"AlbertModel has 2 layers.*layers \[0\]") as error:
         hf_posenc.patch(model, "alibi", layers=[0])

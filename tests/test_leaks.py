@@ -1,4 +1,4 @@
-"""What push_to_hub doesn't send: tokens, paths of this machine, files behind links. Nothing here needs a Hub."""
+"""push_to_hub doesn't send tokens, local paths, or files behind links. No test here needs a Hub."""
 
 import resource
 import tempfile

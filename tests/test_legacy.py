@@ -1,4 +1,4 @@
-"""`from_v4`: checkpoints that Transformers 4.57 saved (tests/v4_checkpoints.py) give its outputs and gradients."""
+"""`from_v4`: checkpoints of Transformers 4.57 (tests/v4_checkpoints.py) give the same outputs and gradients."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ TABLE = "distance_embedding.weight"
 
 @pytest.fixture
 def saved(tmp_path):
-    """(family, kind) -> a copy of the folder that v4 saved."""
+    """(family, kind) -> a copy of the directory that v4 saved."""
 
     def copied(family, kind="relative_key", **changes):
         folder = tmp_path / f"{family}-{kind}"
@@ -85,7 +85,7 @@ def refused(words, folder, *arguments, error=ValueError, **more):
 
 
 def gradients_of(model, names):
-    """By v4's names, and for v4's rows: it counts distances from key to query, and ALBERT's vectors are not scaled."""
+    """The gradients with v4's names and rows. v4 counts distances from key to query, and doesn't scale ALBERT's vectors."""
     parameters, found = dict(model.named_parameters(remove_duplicate=False)), {}
     for name in names:
         if name.endswith(TABLE):
@@ -110,14 +110,14 @@ def test_outputs_and_gradients_are_those_of_v4(saved, family, kind):
         model.set_attn_implementation(implementation)
         model.zero_grad()
         actual = output_of(model, inputs)
-        near(actual, output, atol=2e-5)  # ERNIE's differ by 5e-6 to 1.02e-5, by the CPU
+        near(actual, output, atol=2e-5)  # ERNIE's outputs differ by 5e-6 to 1.02e-5, depending on the CPU
         (actual * cotangent(actual)).sum().backward()
         assert_close(gradients_of(model, gradients), gradients, rtol=1e-5)
     assert sum(name.endswith(TABLE) for name in gradients) == 1 + (family not in ("albert", "bros"))
 
 
 def test_the_absolute_table_counts_where_v4_added_it_alone(saved):
-    """BERT's, which v4 didn't use, isn't in the model; bert-generation's is."""
+    """BERT's absolute table, which v4 didn't use, isn't in the model. That of bert-generation is."""
     names = {name for name, _ in hf_posenc.from_v4(saved("bert")).named_parameters()}
     assert not any("position_embeddings" in name or "learned" in name for name in names)
     model = hf_posenc.from_v4(saved("bert-generation"))
@@ -128,7 +128,9 @@ def test_the_absolute_table_counts_where_v4_added_it_alone(saved):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_with_a_cache(saved, kind):
-    """v4's steps by single tokens. (4.57 is wrong where several tokens enter with a cache: this is right there, too.)"""
+    """The outputs equal those of v4, which decoded one token at a time. (4.57 is wrong if several tokens enter with a cache.
+    hf-posenc is right in this case also.)
+    """
     model = hf_posenc.from_v4(saved("bert-decoder", kind), transformers.BertLMHeadModel)
     inputs, output, _ = expected("bert-decoder", kind)
     states, ids = inputs["encoder_hidden_states"][:1], inputs["input_ids"][:1]
@@ -143,7 +145,7 @@ def test_a_decoder_with_a_cache(saved, kind):
         near(torch.cat(parts, dim=1), steps)
 
 
-# Classes and checkpoints of other forms.
+# Other forms of classes and checkpoints.
 
 
 def test_auto_classes(saved):
@@ -156,7 +158,7 @@ def test_auto_classes(saved):
     base = hf_posenc.from_v4(str(folder))
     assert type(base) is hf_posenc.PosEncBertModel
     assert_close(base(**inputs)[0], model.bert(**inputs)[0])
-    # A head on a checkpoint of the bare model, whose names are without the prefix.
+    # A head is loaded from a checkpoint of the bare model, whose names have no prefix.
     weights = load_file(folder / "model.safetensors")
     save({name.removeprefix("bert."): each for name, each in weights.items() if name.startswith("bert.")}, folder)
     headed = hf_posenc.from_v4(folder, transformers.AutoModelForSequenceClassification).eval()
@@ -183,7 +185,7 @@ def test_shards_and_arguments_of_loading(saved):
 
 
 def test_the_length_is_what_v4_took(saved):
-    """For RoBERTa that is one less than its config says here, and two in the models of the Hub."""
+    """For RoBERTa, the maximum length is one less than in this config, and two less in the models on the Hub."""
     model = hf_posenc.from_v4(saved("roberta"))
     ids = torch.randint(4, 12, (1, 30), generator=torch.Generator().manual_seed(0))
     assert hf_posenc.inspect(model).max_length == 10 and model(ids[:, :10])[0].isfinite().all()
@@ -224,7 +226,7 @@ def test_from_the_hub(tmp_path):
     assert said[0] == "True" and "relative_key" in said[1] and "me/pickled has no model.safetensors" in said[2]
 
 
-# What becomes of the model.
+# Use of the loaded model.
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", "relative_key_query"), ("bert-generation", "relative_key")])
@@ -265,7 +267,7 @@ def test_unpatch_has_nothing_to_bring_back(saved):
 
 @pytest.mark.parametrize("family", ["bert", "bert-generation"])
 def test_a_method_isnt_sent_to_unpatch(saved, family):
-    """Which has no stock model to give."""
+    """The error doesn't recommend `unpatch`, because there is no original model."""
     with pytest.raises(ValueError, match="method='yarn'") as raised:
         hf_posenc.extend(hf_posenc.from_v4(saved(family)), 30, "yarn")
     assert "unpatch" not in str(raised.value)
@@ -292,7 +294,7 @@ def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
 
 
 def test_parts_of_a_model(saved):
-    """A model of an encoder and a decoder, whose own config says nothing of it."""
+    """This also holds for the submodels of an encoder-decoder model, whose own config doesn't mention the encoding."""
     encoder, decoder = (transformers.BertConfig.from_pretrained(saved(name)) for name in ("bert", "bert-decoder"))
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     model = transformers.EncoderDecoderModel(config)
@@ -301,7 +303,7 @@ def test_parts_of_a_model(saved):
         hf_posenc.patch(model, "relative_key", submodel="encoder")
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize("encoding", ["relative_key", "relative_key_query", "shaw", "sinusoidal+shaw"])
@@ -318,7 +320,7 @@ def test_vectors_that_are_lost_are_not_replaced_by_random_ones(saved, encoding):
 
 
 def test_models_without_their_vectors(saved):
-    """An ESM has no positions then, and no model is an original."""
+    """An ESM without its vectors has no positions, and such a model can't be an original model."""
     for kind in KINDS:
         model = transformers.AutoModel.from_pretrained(saved("esm", kind))
         for encoding in (kind, "alibi"):
@@ -418,7 +420,7 @@ def test_the_command(saved, tmp_path, kind):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
 def test_the_command_on_sentence_transformers(minilm, tmp_path, inner):
-    """A folder of sentence-transformers with such a model in it: at the root, or where old versions put it."""
+    """A sentence-transformers directory contains such a model, at its root or at the location of older versions."""
     root, folder = tmp_path / "sentences", tmp_path / "sentences" / inner
     shutil.copytree(minilm, root)
     if inner:

@@ -1,4 +1,4 @@
-"""`from_pretrained` of a derived class: stock and patched checkpoints, with a config, an encoding, or both."""
+"""`from_pretrained` of a derived class: original and patched checkpoints, with a config, an encoding, or both."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def config(encoding=None, **changes):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A stock model, a patched one, and the patched one without its host's positions and longer."""
+    """An original model, a patched one, and a longer patched one without its original positions."""
     path = tmp_path_factory.mktemp("models")
     model = stock("bert", "ForMaskedLM")
     model.save_pretrained(path / "stock")
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def expected(folders):
-    """Logits of the patched model."""
+    """The logits of the patched model."""
     return first(hf_posenc.patch(AutoModelForMaskedLM.from_pretrained(folders / "stock"), ROPE)(tokens()))
 
 
@@ -68,7 +68,9 @@ def expected(folders):
     ],
 )
 def test_a_stock_checkpoint_is_patched(folders, expected, given):
-    """The same as `patch` after loading, however the encoding is given: `unpatch` gives the stock model back."""
+    """Loading with an encoding gives the same model as `patch` after loading, in all spellings. `unpatch` restores the original
+    model.
+    """
     keywords = given(folders)
     before = [keywords["config"].to_dict()] if hasattr(keywords.get("config"), "to_dict") else []
     loaded = Model.from_pretrained(folders / "stock", **keywords)
@@ -85,7 +87,7 @@ def test_a_stock_checkpoint_is_patched(folders, expected, given):
 
 @pytest.mark.parametrize("given", [bert_config, lambda: config(ROPE)], ids=["stock", "derived"])
 def test_arguments_for_weights(folders, expected, given):
-    """Beside a config, too: folders in folders, dtypes, attention, the weights themselves."""
+    """These arguments work together with a config: subfolders, dtypes, attention, and the weights themselves."""
     keywords = {"config": given(), "position_encoding": ROPE}
     model = Model.from_pretrained(folders / "in", subfolder="stock", **keywords)
     assert_equal(first(model(tokens())), expected)
@@ -99,7 +101,7 @@ def test_through_the_auto_classes(folders, expected):
     model = AutoModelForMaskedLM.from_pretrained(folders / "stock", config=config(ROPE))
     assert type(model) is Model and model.config.position_encoding["original"]["kept"]
     assert_equal(first(model(tokens())), expected)
-    # New parameters are initialised, not taken for missing ones, as they would be in a patched checkpoint.
+    # New parameters are initialized. They don't count as missing, as they would in a patched checkpoint.
     model = Model.from_pretrained(folders / "stock", config=config("relative"))
     assert model.bert.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
@@ -177,14 +179,14 @@ def test_what_does_not_go_together(folders, name, given, words):
 
 @pytest.mark.parametrize("name", ["stock", "longer"])
 def test_a_checkpoint_of_another_host(folders, name):
-    """Whose weights would all be missing, which Transformers only logs."""
+    """All weights would be missing, which Transformers only logs."""
     with pytest.raises(ValueError, match=r"bert' model, but PosEncRobertaModel loads 'roberta'"):
         hf_posenc.PosEncRobertaModel.from_pretrained(folders / name, position_encoding="rope")
 
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_part_of_a_larger_checkpoint(tmp_path, typed):
-    """CLIP's text model is loaded from the whole CLIP, as its stock class does."""
+    """CLIP's text model loads from a whole CLIP checkpoint, as its original class does."""
     tiny("CLIPModel").save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["text_config"].pop("model_type") == "clip_text_model"
@@ -196,14 +198,14 @@ def test_a_part_of_a_larger_checkpoint(tmp_path, typed):
 
 
 def test_a_missing_checkpoint(tmp_path):
-    """Transformers' own error, whatever is given beside it."""
+    """Transformers raises its own error, whatever the other arguments are."""
     for keywords in {}, {"position_encoding": "rope"}, {"position_encoding": "rope", "config": bert_config()}:
         with pytest.raises(OSError):
             Model.from_pretrained(tmp_path / "nowhere", **keywords)
 
 
 def test_a_folder_without_a_config_or_with_an_older_one(folders, expected, tmp_path):
-    """Older ones have no type."""
+    """Older configs have no model type."""
     (tmp_path / "model.safetensors").write_bytes((folders / "stock" / "model.safetensors").read_bytes())
     model = Model.from_pretrained(tmp_path, config=bert_config(), position_encoding=ROPE)
     assert_equal(first(model(tokens())), expected)
@@ -214,7 +216,7 @@ def test_a_folder_without_a_config_or_with_an_older_one(folders, expected, tmp_p
 
 
 def test_an_encoding_saved_by_its_name(folders, tmp_path):
-    """As a hand may write it."""
+    """A user may have written this config."""
     Model.from_pretrained(folders / "longer").save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**saved, "position_encoding": "rope"}))
@@ -225,7 +227,7 @@ def test_an_encoding_saved_by_its_name(folders, tmp_path):
 
 
 def test_spread_over_devices(folders, tmp_path):
-    """Weights in several places can't be shared: refused, with the way that works."""
+    """Weights on several devices can't be shared. The error recommends a way that works."""
     places = {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}
     with pytest.raises(ValueError, match="Accelerate's hooks.*one device.*patch first"):
         hf_posenc.PosEncBertModel.from_pretrained(
@@ -234,12 +236,14 @@ def test_spread_over_devices(folders, tmp_path):
     assert isinstance(Model.from_pretrained(folders / "patched", device_map="auto"), PreTrainedModel)
 
 
-# Time.
+# Loading time.
 
 
 @pytest.mark.parametrize("host", ["bert", "llama"])
 def test_walks_through_the_modules_do_not_grow_with_layers(host, monkeypatch):
-    """A walk for each layer makes loading quadratic in their number: 200 layers took 2.4 times as long as stock."""
+    """Iterating over all modules once per layer would make loading quadratic in the number of layers. 200 layers took 2.4 times
+    as long as the original.
+    """
     walks = []
     named_modules = torch.nn.Module.named_modules
 
@@ -288,7 +292,7 @@ def test_a_config_that_is_none(content, tmp_path):
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"base_model_name_or_path": "FILE"}', '{"a": 1, "a": 2}'])
 def test_an_adapter_without_a_base(content, tmp_path):
-    """A file that it names isn't opened."""
+    """The file that such an adapter names isn't opened."""
     (tmp_path / "secret").write_text("{")
     (tmp_path / "adapter_config.json").write_text(content.replace("FILE", str(tmp_path / "secret")))
     with pytest.raises(

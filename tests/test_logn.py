@@ -1,5 +1,5 @@
-"""`logn`: against float64 loops, against stock models whose query projections are scaled by hooks, and the trained length it
-goes by.
+"""`logn`, compared with float64 loops and with original models whose query projections are scaled by hooks. Also the trained
+length that it uses.
 
 Shapes: B batch, L tokens, H heads, E head_dim.
 """
@@ -24,12 +24,12 @@ make = functools.partial(oracles.make, "logn", heads=3, trained=SHORT)
 
 
 def factor(length, trained=SHORT, part=1.0):
-    """Of a query, by the length it goes by."""
+    """The factor of a query for this length."""
     return 1.0 if length <= trained else 1.0 + part * (math.log(length) / math.log(trained) - 1.0)
 
 
 def lengths_of(positions, is_causal):
-    """`[B][L]`: the length that each query goes by."""
+    """`[B][L]`: the length for each query."""
     return [[position + 1 if is_causal else max(row) + 1 for position in row] for row in positions]
 
 
@@ -49,8 +49,9 @@ POSITIONS = {
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("given", [None, 3, 700])
 def test_formula(positions, is_causal, given):
-    """Learned factors start as the fixed scale, and change nothing up to the trained length. Hosts that cache their keys first
-    have no query yet."""
+    """Learned factors start as the fixed scale, and change nothing up to the trained length. Models that cache their keys first
+    pass no query yet.
+    """
     fixed, learned = (make(is_causal=is_causal, scale=scale, trained_length=given) for scale in ("fixed", "learned"))
     query, key, upstream = (
         random(2, 3, len(positions[0]), 8),
@@ -85,7 +86,7 @@ def test_the_factor_is_rounded_last(dtype):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_values_are_read(is_causal):
-    """On a GPU that would wait for it; on the meta device there are none. Of no tokens, neither."""
+    """On a GPU, reading values would wait for it. The meta device has no values, and neither have empty inputs."""
     encoding = make(is_causal=is_causal)
     for device, length in (("meta", 9), ("cpu", 0)):
         positions, query = torch.zeros(2, length, dtype=torch.long, device=device), torch.zeros(2, 3, length, 8, device=device)
@@ -103,7 +104,7 @@ def test_a_host_that_tells_no_length(length):
 # In models.
 
 PROJECTIONS = {"attention.self.query": 4, "attention.attn.q": 4, "self_attn.q_proj": 4, "attn.c_attn": 12, "attention.q_lin": 4}
-"""Path in a layer of what makes its queries -> how many times head_dim it gives out: 4 heads, with keys and values 12."""
+"""Path of the query projection in a layer -> its output size divided by head_dim: 4 heads, or 12 with keys and values."""
 
 
 def multiplied(model, host, factors):
@@ -120,13 +121,13 @@ def multiplied(model, host, factors):
 
 
 def factors_of(mask, host, parts):
-    """`[B, L, H]` by counting what a mask `[B][L]` shows."""
+    """`[B, L, H]`, counted from the visible tokens of a mask `[B][L]`."""
     rows = [[sum(row[: i + 1]) if HOSTS[host].causal else sum(row) for i in range(len(row))] for row in mask]
     return torch.tensor([[[factor(length, part=part) for part in parts] for length in row] for row in rows])
 
 
 def scaled(host, encoding="none", scale="learned"):
-    """A patched model without and with `logn`, all other parameters alike, and the factors of its heads."""
+    """A patched model without `logn`, one with it and the same other parameters, and the factors of its heads."""
     plain = randomize_encoding(hf_posenc.patch(stock(host), f"{encoding}+none"))
     model = hf_posenc.patch(stock(host), f"{encoding}+logn", logn__trained_length=SHORT, logn__scale=scale)
     model = randomize_encoding(model)
@@ -149,7 +150,9 @@ def scaled(host, encoding="none", scale="learned"):
 )
 @torch.no_grad()
 def test_queries_are_multiplied(host, encoding, scale):
-    """By the number of real tokens, wherever the padding is; in decoders by each query's own position."""
+    """The scale depends on the number of real tokens, wherever the padding is. In decoders, it depends on each query's
+    position.
+    """
     for mask in MASKS.values():
         plain, model, parts = scaled(host, encoding, scale)
         arguments, real = padding_of(mask)
@@ -164,7 +167,7 @@ def test_queries_are_multiplied(host, encoding, scale):
 
 @torch.no_grad()
 def test_a_stock_llama_with_scaled_queries():
-    """Patched with the rotation it has: nothing of ours is on the other side."""
+    """The model is patched with its own rotation. The expected output uses no code of hf-posenc."""
     model = stock("llama")
     theta = model.config.rope_parameters["rope_theta"]
     new = hf_posenc.patch(model, "rope+logn", rope__theta=theta, logn__trained_length=SHORT)
@@ -195,7 +198,9 @@ def trained_length(model):
 @pytest.mark.parametrize("host", ["roberta", "gpt2"])
 @torch.no_grad()
 def test_the_trained_length_is_the_stock_hosts(host, tmp_path):
-    """Whatever length is promised, and wherever the model has been. RoBERTa's table has two rows more than that."""
+    """It is that of the original model for any `max_length`, also after saving and loading. RoBERTa's table has
+    two more rows.
+    """
     model, ids = stock(host), tokens(1, 60)
     expected, other = (
         first(hf_posenc.patch(model, "rope+logn", logn__trained_length=length)(ids)) for length in (LENGTH, LENGTH + 2)
@@ -221,7 +226,7 @@ def test_the_trained_length_is_the_stock_hosts(host, tmp_path):
 
 @torch.no_grad()
 def test_the_trained_length_of_a_model_from_scratch(tmp_path):
-    """It is that of its config, and extending the model, which changes that, writes it down."""
+    """It is the length in the config. `extend` changes this length, so it saves the trained length."""
     sizes = {**HOSTS["bert"].sizes, "vocab_size": 61}
     config = hf_posenc.PosEncBertConfig(**sizes, position_encoding={"type": "rope+logn", "max_length": 40})
     model, ids = AutoModel.from_config(config).eval(), tokens(1, 40)

@@ -1,5 +1,8 @@
-"""`extend` with a method: learned tables and rotary positions of stock models made longer, and the rules that go by a text's
-length, against float64 loops from the papers, torch's interpolation, and Transformers' own rotary rules."""
+"""`extend` with a method: longer learned tables and rotary positions of original models, and rules that depend on the text's
+length.
+
+The tests compare them with float64 loops from the papers, torch's interpolation, and the rotary rules of Transformers.
+"""
 
 import math
 import re
@@ -33,20 +36,20 @@ OTHERS = {
     "roformer": ("RoFormer", {}),
     "DebertaV2": ("DebertaV2", dict(position_biased_input=True, relative_attention=True)),
 }
-"""Hosts beside those of models.py: prefix of the classes, changes of the config."""
+"""Models besides those of models.py: name -> prefix of the classes, changes of the config."""
 TABLES = (*TABLED, "opt", "bart", "clip-text", "lilt")
-"""The last four have tables that count by themselves, or stand beside another."""
+"""The last four have tables that count positions themselves, or a second table."""
 DYNAMIC = [name for name in TABLES if name not in (*BIASED, "gpt2", "opt", "clip-text", "lilt")]
 """Encoders whose only positions are a table."""
 
 
 def made(name, head="Model", **changes):
-    """A stock model."""
+    """An original model."""
     if name in HOSTS:
         return stock(name, head, **changes)
     prefix, own = OTHERS[name]
     model = tiny(prefix + head, **{**own, **changes})
-    if name == "roformer":  # its sinusoids are a parameter that stays as it was made
+    if name == "roformer":  # its sinusoids are a parameter that is never trained
         table = model.encoder.embed_positions
         with torch.no_grad():
             table.weight.copy_(table.create_weight())
@@ -54,7 +57,7 @@ def made(name, head="Model", **changes):
 
 
 def asked(model, ids, **others):
-    """The first output of a model for tokens; of an encoder and a decoder for a short text of the latter."""
+    """The first output of a model for tokens. The decoder of an encoder-decoder model gets a short text."""
     if model.config.is_encoder_decoder:
         others["decoder_input_ids"] = ids[:, :9]
     with torch.no_grad():
@@ -62,7 +65,7 @@ def asked(model, ids, **others):
 
 
 def encoded(model, ids, **others):
-    """The states of an encoder, also of one with a decoder."""
+    """The hidden states of an encoder, also in an encoder-decoder model."""
     with torch.no_grad():
         return (model.encoder if model.config.is_encoder_decoder else model)(input_ids=ids, **others)[0]
 
@@ -113,14 +116,16 @@ def test_rows_that_fall_on_rows_are_exact():
 
 
 def own_tables(model):
-    """The names of the tables of absolute positions in a stock model."""
+    """The names of the absolute position embeddings in an original model."""
     names = r"(^|\.)((box_)?position_embeddings?|wpe|embed_positions)\.weight$"
     return {name for name, _ in model.named_parameters() if re.search(names, name)}
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_stock_model_stays_one(name):
-    """Its table is the formula's, rows before the first position and all else are the model's own."""
+    """The class stays the original one. Its table follows the formula, except the rows before the first position. All else is
+    unchanged.
+    """
     model = made(name)
     before = asked(model, tokens(length=LENGTH))
     longer = hf_posenc.extend(model, LONG, "linear")
@@ -138,14 +143,14 @@ def test_a_stock_model_stays_one(name):
         assert_close(parameter[offset:], table_rows(old[offset:].double(), LONG, "linear").float())
     for text in (tokens(length=LONG), tokens(length=LENGTH)):
         assert asked(longer, text).isfinite().all()
-    # The last token of a full text has the vector that it had, the first one too: at both lengths the ends are the ends.
+    # At the same length, the table is unchanged: `linear` maps the first and last position to themselves.
     same = hf_posenc.extend(model, LENGTH, "linear")
     assert_equal(asked(same, tokens(length=LENGTH)), before)
 
 
 @pytest.mark.parametrize("method", STATIC)
 def test_texts_see_the_longer_table(method):
-    """The stock model with a table made by hand gives the same."""
+    """The output equals that of an original model with the expected table."""
     model = stock("bert", "ForMaskedLM")
     longer = hf_posenc.extend(model, LONG, method)
     by_hand = stock("bert", "ForMaskedLM", max_position_embeddings=LONG)
@@ -161,7 +166,7 @@ def test_texts_see_the_longer_table(method):
 
 
 def test_other_processes_load_it(tmp_path):
-    """What stays a stock model without this package, and what is stretched by the rule in its config."""
+    """Models that keep their original class load without this package. Stretched ones load with the rule in their config."""
     cases, stretched = [], []
     for name in ("roberta", "gpt2", "bart", "opt", "llama", "bert"):
         model, ids = made(name), tokens(length=LONG)
@@ -189,7 +194,7 @@ def test_what_carries_over():
     out = longer.eval().generate(tokens(length=LENGTH + 5), max_new_tokens=4, do_sample=False)
     assert out.shape[1] == LENGTH + 9
     assert not hf_posenc.extend(stock("bert").requires_grad_(False), LONG, "dynamic").posenc.weight.requires_grad
-    again = hf_posenc.patch(longer, "alibi")  # what comes of it is a stock model like any other
+    again = hf_posenc.patch(longer, "alibi")  # the result is an ordinary original model
     assert hf_posenc.unpatch(again).config.n_positions == LONG
 
 
@@ -213,7 +218,9 @@ def test_short_texts_keep_their_positions_bit_exactly(name):
 @pytest.mark.parametrize("length", [LENGTH + 1, LONG])
 @pytest.mark.parametrize("name", ["bert", "roberta", slow("albert"), "bart"])
 def test_longer_texts_are_stretched_to_their_own_length(name, length):
-    """As by a stock model whose table was stretched to that very length; beside shorter texts of the batch, too."""
+    """The output equals that of an original model whose table was stretched to this length, also in a batch with
+    shorter texts.
+    """
     model = made(name)
     longer, ids = hf_posenc.extend(model, LONG, "dynamic"), tokens(length=length)
     assert_close(encoded(longer, ids), encoded(hf_posenc.extend(model, length, "linear"), ids))
@@ -226,7 +233,7 @@ def test_longer_texts_are_stretched_to_their_own_length(name, length):
 
 
 def test_biases_beside_a_stretched_table_stay(tmp_path):
-    """MPNet's: the same function as its own attention, but for the order of sums."""
+    """MPNet's biases act as in its original attention, up to the order of sums."""
     model = made("mpnet")
     model.encoder.relative_attention_bias.requires_grad_(False)
     longer = hf_posenc.extend(model.train(), LONG, "dynamic")
@@ -288,7 +295,7 @@ def test_a_learned_encoding(encoding, method, tmp_path):
 
 @pytest.mark.parametrize("storage", ["int8", "memory-mapped"])
 def test_frozen_rows(storage, tmp_path):
-    """They have no method but "dynamic", which leaves them as they are."""
+    """They support only the method "dynamic", which doesn't change them."""
     if storage == "int8":
         model = hf_posenc.patch(stock("bert"), "learned", init="host", storage=storage)
     else:
@@ -327,11 +334,11 @@ RULES = {
     "longrope": (LISTS, {"rope_type": "longrope", "original_max_position_embeddings": LENGTH, **LISTS}),
     "llama3": ({}, {"rope_type": "llama3", **TRAINED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
 }
-"""Method of extend -> its settings, and `rope_parameters` of Transformers written by hand."""
+"""Method of `extend` -> its settings, and the expected `rope_parameters` of Transformers."""
 
 
 def by_hand(name, model, parameters, rows):
-    """The stock model of a config with these `rope_parameters`."""
+    """The original model of a config with these `rope_parameters`."""
     given = {**model.config.rope_parameters, **parameters}
     other = made(name, "ForCausalLM", rope_parameters=given, max_position_embeddings=rows)
     other.load_state_dict(model.state_dict())
@@ -341,7 +348,9 @@ def by_hand(name, model, parameters, rows):
 @pytest.mark.parametrize("method", RULES)
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "deepseek"])
 def test_rules_are_transformers_own(name, method):
-    """The class, the logits, and what follows the config in attentions: DeepSeek's scaling by the factor."""
+    """The class and logits equal those of Transformers. So do values that attentions read from the config, such as DeepSeek's
+    scaling by the factor.
+    """
     settings, parameters = RULES[method]
     if name != "llama" and method == "longrope":
         pytest.skip("its lists are as long as Llama's heads have pairs")
@@ -362,7 +371,7 @@ def test_rules_are_transformers_own(name, method):
 
 
 def test_ntk_by_the_formula():
-    """theta · s^(R/(R - 2)): the lowest frequency is divided by s, the highest stays."""
+    """theta · s^(R/(R - 2)) divides the lowest frequency by s, and keeps the highest."""
     model = made("llama", "ForCausalLM")
     longer = hf_posenc.extend(model, FACTOR * LENGTH, "ntk")
     size, before = 8, model.model.rotary_emb.inv_freq
@@ -384,7 +393,7 @@ def test_ntk_by_the_formula():
     ],
 )
 def test_settings_of_a_rule(name, settings):
-    """DeepSeek multiplies its scores by a power of the factor, which its attentions compute when they are made."""
+    """DeepSeek multiplies its scores by a power of the factor, which its attentions compute in `__init__`."""
     model = made(name, "ForCausalLM")
     longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **settings)
     expected = by_hand(name, model, {**RULES["yarn"][1], **settings}, FACTOR * LENGTH)
@@ -426,7 +435,7 @@ def rotary_of(model):
 
 @pytest.mark.parametrize("name", ["gptj", slow("codegen"), "roformer"])
 def test_rotations_that_no_config_changes(name):
-    """The model is patched with `rope` as it turns by itself, and the rule in it."""
+    """`extend` patches the model with a `rope` that equals its own rotation, and sets the rule in it."""
     model = made(name)
     longer = hf_posenc.extend(model, FACTOR * LENGTH, "dynamic")
     assert hf_posenc.inspect(longer).encoding == "rope" and hf_posenc.inspect(longer).max_length == FACTOR * LENGTH
@@ -447,7 +456,7 @@ def test_rotations_that_no_config_changes(name):
 
 
 def self_extended(query, key, trained, window, group, theta=10000.0, causal=True, interleaved=False):
-    """Scores [Q, K] of one head from the paper's formula, float64."""
+    """Scores [Q, K] of one head from the paper's formula, in float64."""
     size, count = query.shape[1], len(query)
 
     def turned(vector, position):
@@ -472,7 +481,7 @@ def self_extended(query, key, trained, window, group, theta=10000.0, causal=True
 
 
 def least_group(length, trained, window):
-    """The first group by which no distance in a text reaches the trained length."""
+    """The smallest group size for which all distances in a text are below the trained length."""
     groups = range(1, length + 1)
     return next(group for group in groups if (length - 1) // group + window - window // group < trained)
 
@@ -539,7 +548,7 @@ def turning(model):
     ],
 )
 def test_grouped_where_layers_turn_in_several_ways(family, changes, tmp_path):
-    """The first layer, of a window or not turned at all, does what it did; tokens are grouped in the second one alone."""
+    """The first layer has a window or no rotation, and doesn't change. Tokens are grouped only in the second one."""
     model = tiny(f"{family}Model", **changes)
     longer = hf_posenc.extend(model, FACTOR * LENGTH, "grouped", window=5)
     assert hf_posenc.inspect(longer).options.get("self_extend", hf_posenc.inspect(longer).options)["window"] == 5
@@ -553,7 +562,7 @@ def test_grouped_where_layers_turn_in_several_ways(family, changes, tmp_path):
 
 
 def test_grouped_generation():
-    """Within a text that has grown over the trained length, each step sees all keys grouped by its present length."""
+    """When a text grows over the trained length, each step groups all keys by the current length."""
     longer = hf_posenc.extend(made("llama", "ForCausalLM"), FACTOR * LENGTH, "grouped", window=4)
     out = longer.generate(tokens(length=LENGTH - 3), max_new_tokens=20, do_sample=False)
     assert out.shape[1] == LENGTH + 17
@@ -565,7 +574,7 @@ def test_grouped_generation():
 
 @pytest.mark.parametrize(("sliding", "settings"), [(None, {}), (None, {"group": 6}), (12, {"window": 5, "group": 6})])
 def test_grouped_decoding(sliding, settings):
-    """As the forward pass beyond the old length, also where a cache keeps a window of keys alone."""
+    """Decoding equals the forward pass beyond the old length, even if a cache keeps only a window of keys."""
     longer = hf_posenc.extend(tiny("MistralForCausalLM", sliding_window=sliding), FACTOR * LENGTH, "grouped", **settings)
     assert hf_posenc.inspect(longer).options["group"] == settings.get(
         "group", least_group(FACTOR * LENGTH, LENGTH, LENGTH // 4)
@@ -578,11 +587,11 @@ def test_grouped_decoding(sliding, settings):
             assert_close(out.logits[:, -1], whole[:, place])
 
 
-# What the config says already, and what only one part of a model has.
+# Rules in the config, and methods for one submodel.
 
 
 def test_rules_in_force():
-    """The factor is told by the trained length where the config says that, and Transformers makes it where it says none."""
+    """If the config has a trained length, it determines the factor. Otherwise, Transformers computes it."""
     lists = {**LISTS, "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LENGTH}
     model = made("llama", max_position_embeddings=FACTOR * LENGTH, rope_parameters=lists)
     scaling = model.rotary_emb.attention_scaling
@@ -594,7 +603,7 @@ def test_rules_in_force():
     longer = hf_posenc.extend(model, 8 * LENGTH, "longrope", **LISTS)
     assert longer.rotary_emb.attention_scaling == pytest.approx(math.sqrt(1 + math.log(8) / math.log(LENGTH)))
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": LENGTH}
-    model = made("llama", rope_parameters=yarn)  # as Qwen 2.5 has it: the length stays that of training
+    model = made("llama", rope_parameters=yarn)  # as in Qwen 2.5: the config's length stays the trained length
     assert hf_posenc.extend(model, FACTOR * LENGTH, "yarn").config.rope_parameters["factor"] == 4.0
 
 
@@ -617,7 +626,7 @@ def test_an_encoder_longer_than_its_decoder():
 
 
 def test_a_part_of_a_model(tmp_path):
-    """Long-CLIP: the whole reloads without this package."""
+    """As in Long-CLIP, the whole model reloads without this package."""
     model = tiny("CLIPModel")
     longer = hf_posenc.extend(model, LONG, "keep_first", submodel="text_model")
     assert type(longer) is type(model) and longer.config.text_config.max_position_embeddings == LONG
@@ -632,7 +641,7 @@ def test_a_part_of_a_model(tmp_path):
         hf_posenc.extend(model, LONG, "linear")
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize(
@@ -701,7 +710,7 @@ def test_patched_models_that_no_method_suits():
 
 
 def test_a_trained_length_that_is_given():
-    """The factor follows it."""
+    """The factor is computed from the given trained length."""
     model = made("llama", "ForCausalLM")
     longer = hf_posenc.extend(model, 96, "yarn", original_max_position_embeddings=12)
     assert longer.config.rope_parameters["factor"] == 8.0
@@ -734,7 +743,7 @@ def test_methods_are_those_of_the_docstring():
     assert all(f'"{name}"' in hf_posenc.extend.__doc__ for name in METHODS)
 
 
-# Where the tokenizer goes along.
+# Tokenizers.
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -756,7 +765,7 @@ def test_a_sentence_transformer(minilm, method, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_sentence_transformer_with_dynamic_rotations(tmp_path, tokenizer):
-    """The config's length stays that of training there, and is not the one that texts are cut to."""
+    """The config's length stays the trained length, and texts are truncated to the new maximum length."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 

@@ -12,7 +12,9 @@ TEXTS = ["A rose is a rose.", "The position of each word tells who bit whom: the
 
 @torch.no_grad()
 def test_minilm(minilm, tmp_path):
-    """Its own table as an encoding changes nothing, also when it is loaded; another one takes what its table can't."""
+    """MiniLM's own table as an encoding changes nothing, also after loading. Another encoding accepts inputs that are too long
+    for the table.
+    """
     model = AutoModel.from_pretrained(minilm)
     batch = AutoTokenizer.from_pretrained(minilm)(TEXTS, padding=True, return_tensors="pt")
     real, expected = batch["attention_mask"].bool(), first(model(**batch))

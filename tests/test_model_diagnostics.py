@@ -1,4 +1,4 @@
-"""Diagnostics of models, against models whose attention, gradients and states are known."""
+"""Diagnostics of models, compared with models whose attention, gradients, and states are known."""
 
 import copy
 import json
@@ -30,7 +30,9 @@ class KnownConfig(PreTrainedConfig):
 
 
 class Known(PreTrainedModel):
-    """One layer of one head. Weights a_ij = 2^-|i - j| / Σ; states are their means of embeddings, or as `kind` says."""
+    """One layer with one head. Its weights are a_ij = 2^-|i - j| / Σ. Its states are the weighted means of embeddings, or
+    depend on `kind`.
+    """
 
     config_class = KnownConfig
     _supports_sdpa = True
@@ -45,7 +47,7 @@ class Known(PreTrainedModel):
         states = self.words(input_ids)
         if self.kind == "weights":
             states = weights @ states
-        elif self.kind == "positions":  # alone, all at right angles
+        elif self.kind == "positions":  # only positions, all orthogonal
             states = torch.eye(SIZE).expand(len(states), -1, -1)
         heads = weights.expand(len(states), 1, -1, -1)
         return BaseModelOutput(last_hidden_state=states, attentions=(heads,) if output_attentions else None)
@@ -66,7 +68,7 @@ def known(kind="weights"):
 
 @pytest.fixture(scope="module")
 def silent():
-    """BERT whose queries are zero, with ALiBi: in each layer attention is softmax(-m |i - j|)."""
+    """A BERT with zero queries and ALiBi: the attention in each layer is softmax(-m |i - j|)."""
     model = stock("bert")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,7 +111,9 @@ def test_probing_of_decoders_and_of_nothing():
 
 
 def test_words(tokenizer):
-    """No word is a special token: RoBERTa's positions leave out padding, and where the word is that, attention is even."""
+    """The test word is never a special token: RoBERTa's positions skip padding, so a padding word would give
+    uniform attention.
+    """
     by_name = diagnostics.probing(shared("bert"), ["w3", "w7"], 8, tokenizer=tokenizer)
     assert by_name == diagnostics.probing(shared("bert"), tokenizer.convert_tokens_to_ids(["w3", "w7"]), 8)
     with pytest.raises(ValueError, match=r"w3\ w7"):
@@ -120,7 +124,7 @@ def test_words(tokenizer):
 
 @pytest.mark.slow
 def test_weights_that_are_rounded_to_0_are_told(silent):
-    """The first of four heads has the slope 1/4: float32 ends at a distance of about 415."""
+    """The first of four heads has the slope 1/4, so float32 underflows at a distance of about 415."""
     assert "weight 0" not in str(diagnostics.probing(silent, 1, 8)) + str(diagnostics.probing(patched("gpt2", "alibi"), 1, 8))
     found = diagnostics.probing(silent, 1, 600)
     lost = (found.attention == 0).double().mean().item()
@@ -162,7 +166,7 @@ def test_padding_counts_for_nothing(host):
 
 
 def test_attention_entropy(silent):
-    """Of weights that are known: in loops over floats."""
+    """The entropy of known weights equals that of loops over floats."""
     found = diagnostics.attention_entropy(silent, torch.ones(2, 9, dtype=torch.long))
     for head in range(4):
         rows = silent_attention(9, head)
@@ -191,7 +195,7 @@ def test_receptive_field(query, place):
 
 
 def test_receptive_field_of_a_decoder():
-    """Also in inference mode, and where embeddings are scaled in place, as CTRL's are."""
+    """It also works in inference mode, and for embeddings that are scaled in place, as in CTRL."""
     for model in (shared("llama", "rope"), tiny("CTRLModel")):
         found = diagnostics.receptive_field(model, tokens(3, 9))
         assert found.query == "last" and found.distances == tuple(range(-8, 1))
@@ -206,7 +210,9 @@ def test_receptive_field_of_a_decoder():
 
 @pytest.mark.parametrize(("kind", "tokens_change"), [("words", 0.0), ("positions", 1.0)])
 def test_order_sensitivity(kind, tokens_change):
-    """States of words alone go with their words; states of positions alone stay, at right angles to each other."""
+    """States that depend only on words move with them. States that depend only on positions stay, and are orthogonal to each
+    other.
+    """
     ids = torch.arange(SIZE)[None]
     found = diagnostics.order_sensitivity(known(kind), ids)
     by_name = dict(zip(found.changes, found.tokens, strict=True))
@@ -263,7 +269,7 @@ def test_length_curve_of_states():
     assert found.mean[1] == pytest.approx(F.cosine_similarity(short[-4:], long[-4:]).mean().item(), rel=1e-4)
 
 
-# What is left behind, and what is refused.
+# Side effects and errors.
 
 SETTINGS = {"probing": {"words": 1, "length": 6}, "length_curve": {"targets": 2}}
 EVERY = {
@@ -322,7 +328,7 @@ def test_length_curve_takes_the_types_of_a_batch():
 
 
 def test_a_model_that_sees_what_it_predicts(tokenizer):
-    """XLM has one class of models for both tasks, and the masked one by default."""
+    """XLM has one model class for both tasks. By default, it is a masked language model."""
     for model, measure in (
         (tiny("XLMWithLMHeadModel", vocab_size=VOCABULARY), "masked loss"),
         (tiny("XLMWithLMHeadModel", vocab_size=VOCABULARY, causal=True), "loss"),

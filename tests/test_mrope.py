@@ -1,4 +1,4 @@
-"""Models of images and text whose parent hands positions in time, height and width down to its text model."""
+"""Vision-language models whose parent passes positions in time, height, and width to its text model."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ every_family = pytest.mark.parametrize(
 )
 ENCODING = "sinusoidal+rope+alibi+shaw"
 LENGTH = 12
-"""Tokens of each text, four of which stand for an image."""
+"""The number of tokens in each text, four of which represent an image."""
 
 
 def build(family):
@@ -65,7 +65,7 @@ def patched(family, encoding=ENCODING):
 
 
 def inputs(more=None, left=0):
-    """Two texts with an image in each, the second and further tokens after them, behind padding."""
+    """Two texts with one image each, optionally with more tokens after them and left padding."""
     ids = torch.tensor([[5, 6, START, *[IMAGE] * 4, END, 7, 8, 9, 10], [11, 6, START, *[IMAGE] * 4, END, 12, 13, 14, 15]])
     ids = ids if more is None else torch.cat([ids, more], dim=1)
     ids, mask = torch.nn.functional.pad(ids, (left, 0)), torch.nn.functional.pad(torch.ones_like(ids), (left, 0))
@@ -78,7 +78,9 @@ def inputs(more=None, left=0):
 @every_family
 @torch.no_grad()
 def test_tokens_are_counted(family, tmp_path):
-    """The text model gets what it gets alone for positions 0, 1, 2, …, whatever the parent makes of the image's grid."""
+    """The text model gives the same output as for positions 0, 1, 2, and so on, whatever the parent computes from the image's
+    grid.
+    """
     stock, model, given = build(family), patched(family), {}
     text = model.model.language_model
     hook = text.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
@@ -101,7 +103,7 @@ def test_tokens_are_counted(family, tmp_path):
 @pytest.mark.parametrize("encoding", [ENCODING, "none"])
 @torch.no_grad()
 def test_generate(family, encoding):
-    """With images, behind padding, from a cache that is gone on with: what a full forward pass gives."""
+    """Generation with images, after padding, and from a continued cache equals a full forward pass."""
     model = patched(family, encoding)
     settings = dict(do_sample=False, eos_token_id=None, suppress_tokens=[IMAGE, 59, START, END], max_new_tokens=3)
     settings |= dict(return_dict_in_generate=True, output_logits=True)
@@ -118,12 +120,12 @@ def test_generate(family, encoding):
     assert_close(torch.stack(more.logits, 1), whole[:, ids.shape[1] - 1 : -1])
 
 
-# Ids given by hand, to the text model
+# Explicit position_ids for the text model
 
 
 @torch.no_grad()
 def test_rows_of_ids():
-    """A row of positions in the text wins; rows of a grid say nothing of them, so that tokens are counted."""
+    """A row of text positions takes precedence. Rows of a grid don't give text positions, so tokens are counted."""
     text, ids = patched("qwen2_vl", "sinusoidal+shaw").model.language_model, torch.arange(3, 12)[None]
     grid = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5, 6]).expand(3, 1, -1)
     plain = first(text(ids))
@@ -136,7 +138,7 @@ def test_rows_of_ids():
 
 @torch.no_grad()
 def test_packed_texts():
-    """Two texts in one row need the row of positions in the text, which tells them apart as in the stock model."""
+    """Two packed texts need the row of text positions, which separates them as in the original model."""
     text, ids = patched("qwen2_vl", "rope+shaw").model.language_model, torch.arange(3, 12)[None]
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     apart = torch.cat([first(text(ids[:, :4])), first(text(ids[:, 4:]))], dim=1)
@@ -147,7 +149,7 @@ def test_packed_texts():
 
 @torch.no_grad()
 def test_chunks_of_text_behind_an_image():
-    """What the parent adds to positions behind an image, whose grid is shorter than its tokens, changes nothing."""
+    """An image's grid is shorter than its tokens, so the parent shifts later positions. This shift changes nothing."""
     model = patched("qwen2_vl", "sinusoidal+alibi")
     given, cache = inputs(), DynamicCache(config=model.config.text_config)
     whole = first(model(**given))

@@ -1,4 +1,4 @@
-"""Mutation testing: what the operators make of a source text, the seeded choice, and the verdicts on a small package."""
+"""Mutation testing: the operators on source text, the seeded choice of mutants, and the verdicts on a small package."""
 
 import os
 import subprocess
@@ -80,7 +80,7 @@ def toy(tmp_path):
 def test_a_tested_line_is_killed_and_an_untested_one_survives(toy):
     command = [sys.executable, "-m", "tools.mutate", "--packages", "toy", "--mutants", "9", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
-    for _ in range(2):  # the second run finds all verdicts
+    for _ in range(2):  # the second run reuses all verdicts
         done = subprocess.run(command, cwd=toy, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "all                                 3        1        0         2            1      33.3" in done.stdout

@@ -1,4 +1,4 @@
-"""Attentions that do more than multiply queries and keys: latent keys, keys shared by layers, keys an indexer chooses."""
+"""Attentions that do more than multiply queries and keys: latent keys, keys shared by layers, and keys chosen by an indexer."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def kept(model):
 @pytest.mark.parametrize("rank", [16, 24])
 @torch.no_grad()
 def test_latent_keys_in_a_cache(host, rank, encoding="rope+alibi+shaw"):
-    """What these hosts cache is no key yet, also where it is as wide as one (16)."""
+    """These models cache latents instead of keys, even if both have the same width (16)."""
     model = tiny(host, **LATENTS[host], kv_lora_rank=rank)
     model, ids, mask = randomize_encoding(hf_posenc.patch(model, encoding)), tokens(2, 14), torch.ones(2, 14)
     mask[0, :3] = 0
@@ -66,7 +66,7 @@ def test_shared_keys_are_rotated_by_each_layers_own_parts(encoding):
 @pytest.mark.parametrize("keep", [1, 3])
 @torch.no_grad()
 def test_the_last_logits_alone(encoding, keep):
-    """Gemma 4's last layers would get the queries of these tokens alone."""
+    """Otherwise, the last layers of Gemma 4 would get the queries of only these tokens."""
     model, ids = randomize_encoding(hf_posenc.patch(gemma4(), encoding)), tokens(2, 11)
     assert_close(first(model(ids, logits_to_keep=keep)), first(model(ids))[:, -keep:])
 
@@ -74,7 +74,7 @@ def test_the_last_logits_alone(encoding, keep):
 @pytest.mark.parametrize("encoding", ["alibi", "relative"])
 @torch.no_grad()
 def test_attentions_of_several_sizes(encoding):
-    """What is made for one can't be shared; with per_layer each has its own, also in its own scaling."""
+    """A result for one attention can't be shared with others. With `per_layer`, each has its own, with its own scaling."""
     model, ids = gemma4(global_head_dim=16), tokens(2, 11)
     with pytest.raises(hf_posenc.UnsupportedModelError, match=f"attention layers of .*{encoding}.*per_layer=True"):
         hf_posenc.patch(model, encoding)
@@ -98,7 +98,7 @@ CHOOSING = {
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.no_grad()
 def test_chosen_keys(host, implementation):
-    """Only the keys are seen which the host's indexer chooses."""
+    """Only the keys that the model's indexer chooses are visible."""
     sizes, few, all_keys = CHOOSING[host]
     ids, outputs = tokens(2, 14), []
     for changes in (few, all_keys):

@@ -1,4 +1,4 @@
-"""Weights that Accelerate keeps elsewhere and brings when a module is called."""
+"""Weights that Accelerate offloads and loads when a module is called."""
 
 import copy
 
@@ -21,7 +21,7 @@ few_pairs = pytest.mark.parametrize(
 @few_pairs
 @torch.no_grad()
 def test_a_device_map(host, encoding, tmp_path):
-    """By the sizes that are left, and by names: the encoding or all else on disk."""
+    """The device map is chosen by the free memory, or puts either the encoding or all other modules on disk."""
     model = patched(host, encoding)
     expected = first(model(tokens()))
     model.save_pretrained(tmp_path / "model")
@@ -45,13 +45,13 @@ def test_a_device_map(host, encoding, tmp_path):
 @pytest.mark.parametrize("kind", valued.KINDS)
 @torch.no_grad()
 def test_an_own_encoding(kind, tmp_path):
-    """Also its own modules, buffers and plain tensors."""
+    """Custom encodings work with offloading, including their modules, buffers, and plain tensors."""
     model = hf_posenc.patch(stock("gpt2"), kind)
     expected = first(model(tokens()))
     offloaded = copy.deepcopy(model)
     cpu_offload(offloaded, execution_device="cpu", offload_buffers=True)
     assert_equal(first(offloaded(tokens())), expected)
-    assert all(parameter.is_meta for parameter in offloaded.parameters())  # also those that are only read
+    assert all(parameter.is_meta for parameter in offloaded.parameters())  # including those that are only read
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Options and names of encodings, the versions we work with, and the rules of the house which a test can hold."""
+"""Options and names of encodings, supported versions, and the design rules of the code that a test can check."""
 
 import ast
 import copy
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 def define(code, module="a_notebook"):
-    """Run a class definition as a notebook cell would; its namespace."""
+    """Runs a class definition as a notebook cell would, and returns its namespace."""
     namespace = {"__name__": module, "PositionEncoding": PositionEncoding}
     exec(compile(code, "<cell>", "exec", dont_inherit=True), namespace)
     return namespace
@@ -149,7 +149,7 @@ RANGES = [
 
 @pytest.mark.parametrize(("kind", "option", "values", "allowed"), RANGES)
 def test_wrong_types_and_ranges(kind, option, values, allowed):
-    """The constructor checks, too."""
+    """The constructor checks them also."""
     for value in values:
         with pytest.raises(ValueError) as one:
             canonical({"type": kind, option: value})
@@ -159,7 +159,7 @@ def test_wrong_types_and_ranges(kind, option, values, allowed):
 
 
 def test_all_ranges():
-    """What each encoding's options can't be."""
+    """Each encoding rejects invalid values of its options."""
     for kind, options in {
         "alibi": {"slopes": "trained", "sides": "both"},
         "cope": {"max_position": 1},
@@ -232,7 +232,7 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("kind", "options", "words"), CONTRADICTIONS)
 def test_contradictions(kind, options, words):
-    """Of options with each other and with the sizes of a model."""
+    """Options can contradict each other and the sizes of a model."""
     with pytest.raises(ValueError, match=words):
         make(kind, **options)
 
@@ -303,14 +303,14 @@ def test_nothing_like_it(given):
     assert "did you mean" not in str(error.value)
 
 
-# Own encodings.
+# Custom encodings.
 
 
 def test_own_encoding_by_one_class():
-    """As in the docstring of PositionEncoding: usable by name, alias and dict at once."""
+    """A custom encoding as in the docstring of PositionEncoding works by name, alias, and dict without registration."""
 
     class Window(hf_posenc.PositionEncoding, type="window", aliases=("near",)):
-        """Nothing further than `width` tokens away is seen."""
+        """Hides tokens further than `width` away."""
 
         width: Annotated[int, GreaterThan(0)] = 128
 
@@ -353,7 +353,9 @@ def test_class_variables_are_no_options(annotation):
 
 
 def test_per_layer_is_an_option_of_what_biases():
-    """Beside the options of its own, with the class's default; also of an encoding that doesn't say so."""
+    """Encodings with a bias have `per_layer` as an additional option, with the class's default. This includes classes that
+    don't declare it.
+    """
 
     class Own(PositionEncoding, type="own"):
         width: int = 2
@@ -379,7 +381,7 @@ def test_per_layer_is_an_option_of_what_biases():
 
 
 def test_what_embeds_is_not_of_each_layer():
-    """Its vectors are added once, by the stack."""
+    """Additive vectors are added once, by the layer stack."""
 
     class Both(PositionEncoding, type="both"):
         def embed(self, positions): ...
@@ -436,7 +438,7 @@ class Mine(PositionEncoding, type="mine", aliases=("my",)):
 
 
 def test_a_cell_run_again_replaces_its_class():
-    """In compositions, too."""
+    """This also holds in compositions."""
     first = define(CELL.format(width=1))["Mine"]
     whole = encoding_class("my+alibi")
     assert whole is encoding_class("mine+alibi") and canonical("my+alibi")["mine"] == {"width": 1}
@@ -468,7 +470,7 @@ def test_names_of_the_package_are_taken(name):
 
 
 def test_an_encoding_is_an_ordinary_module():
-    """Hashable, with parameters and a repr; the constructor takes options as keywords."""
+    """An encoding is hashable, and has parameters and a repr. Its constructor takes options as keywords."""
 
     class Own(PositionEncoding, type="own"):
         width: int = 2
@@ -509,7 +511,7 @@ BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "sides": "s
             },
         ),
         ({"type": "none+relative_key_query", "shaw__terms": "keys"}, {"type": "none+shaw", "none": {}, "shaw": SHAW}),
-        # Dict and keywords side by side, a part called by an alias.
+        # A dict and keywords together, and a part with an alias.
         (
             {"type": "none+shaw", "shaw": {"max_distance": 3}, "relative_key__terms": "keys+queries"},
             {"type": "none+shaw", "none": {}, "shaw": {**BOTH, "max_distance": 3}},
@@ -583,7 +585,7 @@ RESERVED += ["inject", "where", "keep_original", "submodel"]
 
 
 def test_names_which_would_not_fit():
-    """Into compositions, beside hf_posenc's own, or in an encoding, as an attribute."""
+    """A name must be valid in compositions, distinct from names of hf_posenc, and usable as an attribute of an encoding."""
     rows = [(name, "can't be the name .* letters") for name in ("a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä")]
     rows += [(name, "can't be the name .*'submodel'") for name in RESERVED]
     rows += [("rows", "can't be the name .* attribute")]
@@ -650,7 +652,7 @@ def install(monkeypatch, **versions):
 
 @pytest.mark.parametrize("package", ["transformers", "torch"])
 def test_versions_out_of_range(package, monkeypatch):
-    """A warning with what is known to fail and the remedy."""
+    """The warning states the known failures and the remedy."""
     oldest, untested = _versions.TESTED[package]
     install(monkeypatch, **{package: {"transformers": "5.14.1", "torch": "2.5.1"}[package]})
     with pytest.warns(UserWarning, match=re.escape(_versions.FAILS[package])) as caught:
@@ -662,14 +664,14 @@ def test_versions_out_of_range(package, monkeypatch):
 
 
 def test_versions_in_range(monkeypatch):
-    """Nightly and local builds count too."""
+    """Nightly and local builds are accepted."""
     for versions in ({}, {"torch": "2.16.0.dev20260101+cu130", "transformers": "5.24.0rc1"}, {"transformers": "5.15.0.dev0"}):
         install(monkeypatch, **versions)
         _versions.check()
 
 
 def test_versions_that_lack_modules(monkeypatch):
-    """An error of the package; code in checkpoints warns, and runs as far as it goes."""
+    """The package raises an error. Code in checkpoints warns, and then continues."""
     install(monkeypatch, transformers="4.57.6")
     with pytest.raises(ImportError, match='4.57.6 is installed, which lacks .*pip install "transformers>=5.15"'):
         _versions.check()
@@ -677,7 +679,7 @@ def test_versions_that_lack_modules(monkeypatch):
         _versions.warn()
 
 
-# The rules of the house.
+# The design rules of the code.
 
 ORDER = [
     {"_versions", "_compat", "signatures", "progress"},
@@ -693,14 +695,14 @@ ORDER = [
     {"api"},
     {"cli"},
 ]
-"""A package, or a module of the root, imports from the lines above its own alone. A new one needs a place here."""
+"""A package, or a module of the root, imports only from the lines above its own. A new one must be added here."""
 
 
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 ENCODING_MODULES = [path for path in MODULES if path.parent.name == "encodings"]
 PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
-"""What isn't installed."""
+"""Programs that aren't installed."""
 
 
 @functools.cache
@@ -710,7 +712,7 @@ def nodes_of(path):
 
 @functools.cache
 def imported(path):
-    """What a file imports, wherever in it: `import a.b` -> a.b, `from a import b` -> a.b."""
+    """All imports of a file, at any level: `import a.b` -> a.b, `from a import b` -> a.b."""
     names = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -729,11 +731,13 @@ DOCUMENTED = {
     *("_modules", "_buffers", "_parameters", "_apply"),
     *("_attn_implementation", "_from_config", "_upcast_and_reordered_attn", "_replace"),
 }
-"""Private by name only: the state of `nn.Module`, what models of Transformers share, GPT-2's attention, a NamedTuple method."""
+"""Public in practice: the state of `nn.Module`, attributes shared by Transformers models, GPT-2's attention, and a NamedTuple
+method.
+"""
 
 
 def privates(path):
-    """The private attributes of others that a file mentions: those that no class or function of the package is named by."""
+    """The private attributes in a file that belong to other packages: no class or function of hf_posenc has their name."""
     for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -781,11 +785,11 @@ FOUNDATION = [
     *("options", "mapped_tables", "context", "table_interpolation", "frequency_rules", "base"),
     *("composition", "registry", "determinism", "construction", "rotation", "tables", "catalog"),
 ]
-"""The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
+"""The modules of encodings/ that aren't encodings. Each imports only from those to its left."""
 
 
 def test_import_order_of_encodings():
-    """They know nothing of hosts either."""
+    """Modules of encodings don't import other packages, such as those for architectures."""
     allowed = {"hf_posenc", "torch", "safetensors", "numpy", *sys.stdlib_module_names}
     for path in ENCODING_MODULES:
         others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
@@ -804,29 +808,30 @@ def test_import_order_of_encodings():
 
 
 def test_modules_bear_names_of_their_own():
-    """Neither that of a public function, which would hide it, nor one of the standard library."""
+    """No module has the name of a public function, which would hide it, or of a standard library module."""
     names = {path.stem for path in MODULES if path.parent == PACKAGE} | {"encodings"}
     assert not names & ({*hf_posenc.__all__, "utils"} | sys.stdlib_module_names - {"encodings"})
 
 
 def test_copies_of_modules_have_files_of_their_own():
-    """With a model they are in one folder, whatever package they are from."""
+    """The copies of modules saved with a model are in one directory, whatever their package is."""
     names = [".".join(("hf_posenc", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in MODULES]
     copies = [flat(name).casefold() for name in names if not name.endswith("__init__")]
     assert {name for name in copies if copies.count(name) > 1} == set()
 
 
 MEASURING = {"diagnostics", "evaluation", "plots", "progress", "explorer", "serialization", "training"}
-"""Modules that programs and commands share; they know nothing of how models are patched."""
+"""Modules that programs and commands share. They don't depend on how models are patched."""
 
 
 BESIDE = {"scripts": {"benchmarks", "experiments"}, "benchmarks": set(), "experiments": set(), "tools": {"benchmarks"}}
-"""A folder of programs -> the others that it imports from; the package imports from none."""
+"""A directory of programs -> the others that it imports from. The package imports from none."""
 
 
 def test_import_order_of_programs():
-    """Experiments may break: nothing needs them other than their commands. Scripts are thin: whatever they do can be imported,
-    and run as a module."""
+    """Only the commands of experiments use them, so experiments may break. Scripts contain no functions: their code can be
+    imported, and run as a module.
+    """
     for path in (*MODULES, *PROGRAMS):
         folder = path.relative_to(ROOT).parts[0]
         others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
@@ -847,7 +852,7 @@ def test_programs_use_the_public_api_alone():
 
 
 def test_tokenizers_are_loaded_in_one_place():
-    """Transformers makes a tokenizer without a vocabulary where there is none; `tokenizer_files` rejects it."""
+    """Without a vocabulary, Transformers builds an empty tokenizer. `tokenizer_files` rejects it."""
     for path in (*MODULES, *PROGRAMS):
         calls = (node.func for node in nodes_of(path) if isinstance(node, ast.Call))
         loaded = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "from_pretrained"]
@@ -856,10 +861,10 @@ def test_tokenizers_are_loaded_in_one_place():
 
 
 def test_programs_print_on_any_terminal():
-    """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
+    """Otherwise, printing a table at the end of a long run can raise UnicodeEncodeError."""
     for path in PROGRAMS:
         if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
-            # A page; run by other versions of Transformers; imports nothing of ours where workers import it.
+            # A page, a program for other versions of Transformers, and one whose workers import nothing of hf_posenc.
             exempt = {"app.py", "v4_worker.py", "mutate.py"}
             assert path.name in exempt or '"__main__":\n    terminals.set_up()\n' in text, path
 
@@ -870,7 +875,7 @@ def test_progress_bars_are_those_of_one_module():
 
 
 def test_public_names():
-    """`dir` shows neither modules, which tab completion would offer, nor classes, which would be made by asking for each."""
+    """`dir` shows neither modules, which tab completion would offer, nor derived classes, which asking for them would build."""
     assert all(getattr(hf_posenc, name).__doc__ for name in hf_posenc.__all__)
     assert dir(hf_posenc) == sorted([*hf_posenc.__all__, "__version__"])
     with pytest.raises(AttributeError, match=r"'hf_posenc' has no attribute 'pach' \(did you mean 'patch'\?\)"):
@@ -880,9 +885,11 @@ def test_public_names():
 
 
 def test_importing_builds_no_class(tmp_path):
-    """And imports no host's modeling file; the Auto classes know the derived names nevertheless. Transformers iterates over
-    their mappings for its error messages, and finds these names there. A composition is unpickled where nobody has asked for it
-    yet."""
+    """Importing builds no class and imports no modeling file, but the Auto classes know the derived names.
+
+    Transformers iterates over their mappings for its error messages, and finds these names. A composition can be unpickled
+    before it is first used.
+    """
     module = build(canonical({"type": "learned+shaw+t5", "t5__num_buckets": 8}), GEOMETRY)
     (tmp_path / "pickle").write_bytes(pickle.dumps((module, module.state_dict())))
     said = run_python(
@@ -914,10 +921,12 @@ print(module.type, type(module).__qualname__, module.t5.num_buckets)
 
 
 def test_a_kind_of_source_is_one_file(monkeypatch):
-    """Without rotary.py, say, rotary hosts are refused, and nothing else changes: no module outside names a kind."""
+    """Each kind is in one file, and no other module names it. For example, without rotary.py, rotary models are unsupported,
+    and nothing else changes.
+    """
     names = {kind.__name__ for kind in PositionComponent.kinds}
     for path in (*MODULES, PACKAGE / "__init__.py"):
-        if path.parent.name not in ("components", "cli"):  # the CLI's tables are rich's
+        if path.parent.name not in ("components", "cli"):  # the CLI's tables are those of rich
             used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes_of(path)}
             assert not names & used, path.name
     kinds = [kind for kind in PositionComponent.kinds if kind.__name__ != "RotaryEmbedding"]

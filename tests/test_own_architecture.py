@@ -1,4 +1,4 @@
-"""Models of a user's own classes, and the page about them."""
+"""Custom model classes, and the page about them."""
 
 import importlib
 import pickle
@@ -42,7 +42,7 @@ def own(folder):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What a test registers is gone after it."""
+    """Removes what a test registers."""
     from hf_posenc.architectures.components import registered
     from hf_posenc.attention import custom
 
@@ -51,7 +51,7 @@ def kept(monkeypatch):
 
 
 def made(own, name):
-    """A model of the page, with drawn weights, and inputs for it."""
+    """A model of the page with random weights, and its inputs."""
     module, cls, config = {
         "tiny": ("my_models", "TinyModel", "TinyConfig"),
         "other": ("my_others", "OtherModel", "OtherConfig"),
@@ -65,7 +65,7 @@ def made(own, name):
 
 @pytest.mark.slow
 def test_the_page_runs(folder, tmp_path):
-    """In an interpreter of its own; what it has saved loads in another, by the user's module alone."""
+    """The page runs in a new interpreter. Its saved model loads in another one that imports only the user's module."""
     lines = [text for text in BLOCKS if not text.startswith("# my_")]
     run_python("\n".join(["import os, sys", f"sys.path.insert(0, {str(folder)!r})", "os.chdir(sys.argv[1])", *lines]), tmp_path)
     code = f"""
@@ -114,7 +114,7 @@ def test_patch_save_load_unpatch(name, encoding, own, tmp_path):
 
 @torch.no_grad()
 def test_as_itself(own):
-    """With its own table in a learned encoding a model gives what it gave."""
+    """A model with its own table as a learned encoding gives the original output."""
     stock, inputs = made(own, "tiny")
     assert_close(hf_posenc.patch(stock, "learned", init="host")(**inputs)[0], stock(**inputs)[0])
 
@@ -122,7 +122,7 @@ def test_as_itself(own):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["tiny", "other", "vit"])
 def test_vectors_take_the_place_of_the_models_own(name, own):
-    """As in a stock model whose learned vectors are sinusoids; a class token has none."""
+    """The output equals that of an original model whose learned vectors are sinusoids. A class token has none."""
     stock, inputs = made(own, name)
     found = hf_posenc.patch(stock, "sinusoidal")(**inputs)[0]
     table = next(
@@ -137,7 +137,7 @@ def test_vectors_take_the_place_of_the_models_own(name, own):
 
 @torch.no_grad()
 def test_a_length_of_its_own(own, tmp_path):
-    """What is kept for unpatch has the stock model's length, whatever length is promised."""
+    """The positions kept for `unpatch` have the original length for any `max_length`."""
     for name in ("tiny", "other"):
         stock, inputs = made(own, name)
         model = hf_posenc.patch(stock, "alibi", max_length=100)
@@ -174,7 +174,7 @@ class OwnLlamaConfig(LlamaConfig):
 
 
 class OwnLlamaAttention(LlamaAttention):
-    """As it is, in another module than the eager function that its forward names."""
+    """LlamaAttention in another module than the eager function that its forward uses."""
 
 
 class OwnLlamaModel(LlamaModel):
@@ -201,7 +201,7 @@ class OwnLlamaForCausalLM(LlamaForCausalLM):
 @pytest.mark.parametrize("encoding", ["rope", "sinusoidal+alibi"])
 @torch.no_grad()
 def test_a_subclass_of_a_model_of_transformers(encoding, tmp_path):
-    """With grouped queries and a cache; the Auto classes don't know it."""
+    """The model has grouped queries and a cache. The Auto classes don't know it."""
     stock = randomize(OwnLlamaForCausalLM(OwnLlamaConfig(vocab_size=61, **LLAMA))).eval()
     model, ids = hf_posenc.patch(stock, encoding), tokens(2, 12)
     full = model(ids).logits
@@ -221,7 +221,7 @@ def test_a_subclass_of_a_model_of_transformers(encoding, tmp_path):
 
 
 class Angles(nn.Module):
-    """Rotary positions of another form than Transformers' own."""
+    """Rotary positions in another format than that of Transformers."""
 
     def forward(self, length):
         angles = torch.arange(length)[:, None] / 100 ** (torch.arange(4) / 4)
@@ -234,7 +234,7 @@ def unturned(answer):
 
 
 def turning(own):
-    """A model with such positions, whose attention is written out."""
+    """A model with such positions and custom attention code."""
     tiny = own["my_models"]
 
     class TurningAttention(tiny.TinyAttention):
@@ -286,7 +286,7 @@ def test_a_module_of_another_form(own, kept):
     without = hf_posenc.patch(stock, "none")
     assert_close(without(ids)[0].flip(1), without(ids.flip(1))[0])
     assert_apart(stock(ids)[0].flip(1), stock(ids.flip(1))[0])
-    # The same rotation by an encoding of ours; positions are those of another form no longer.
+    # An encoding of hf-posenc with the same rotation gives the original output.
     assert_close(hf_posenc.patch(stock, "rope", theta=100.0)(ids)[0], stock(ids)[0])
 
 

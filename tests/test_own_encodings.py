@@ -36,7 +36,7 @@ class Recency(hf_posenc.PositionEncoding, type="test-recency"):
 
 
 class Stretch(hf_posenc.PositionEncoding, type="test-stretch"):
-    """A change of queries and keys with parameters in each layer."""
+    """A scaling of queries and keys with parameters in each layer."""
 
     per_layer = True
 
@@ -92,7 +92,7 @@ def test_own_score_bias(side):
 
 def test_loading_an_own_encoding_needs_its_class(tmp_path):
     model = hf_posenc.patch(stock("bert"), "test-window", width=4)
-    with pytest.warns(UserWarning, match="saved without its code"):  # this file imports its neighbours by their full names
+    with pytest.warns(UserWarning, match="saved without its code"):  # this file imports other test modules by their full names
         model.save_pretrained(tmp_path)
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
     code = (
@@ -125,7 +125,7 @@ def test_own_encodings_by_layer(kind):
 
 @pytest.mark.parametrize("way", ["patch", "from scratch", "half precision"])
 def test_values_made_in_init_are_kept(way):
-    """They are those which the class gives them when it is called by itself."""
+    """The values are those that the class itself initializes."""
     for kind in valued.KINDS:
         torch.manual_seed(0)
         host = stock("bert").bfloat16() if way == "half precision" else stock("bert")
@@ -141,14 +141,14 @@ def test_values_made_in_init_are_kept(way):
                 actual = given[name]
                 if name in ("several.0", "several.1", "table.weight", "out.0.weight", "out.0.bias"):
                     assert actual.isfinite().all() and actual.float().std(unbiased=False) < 3 and actual.any()
-                    # torch's own start of an Embedding and of a Linear, not BERT's of 0.02
+                    # torch's initialization of an Embedding and a Linear, not BERT's with 0.02
                     assert name != "table.weight" or 0.6 < actual.float().std() < 1.4
                 else:
                     assert torch.equal(actual, tensor.to(actual.dtype)), (kind, name)
             if kind == "test-buffers":
                 assert torch.equal(encoding.plain, expected.plain) and encoding.scale == expected.scale
         if kind == "test-modules":
-            assert not torch.equal(encodings[0].table.weight, encodings[1].table.weight)  # layers begin differently
+            assert not torch.equal(encodings[0].table.weight, encodings[1].table.weight)  # layers have different initial values
 
 
 COME_BACK = """
@@ -175,7 +175,7 @@ def test_values_made_in_init_come_back(tmp_path):
 
 
 class Random(hf_posenc.PositionEncoding, type="test-random"):
-    """Nothing, beside a random value."""
+    """An encoding with only a random value."""
 
     place: str = "saved"
     PLACES = {
@@ -214,7 +214,7 @@ def test_what_would_come_back_differently_is_refused():
 
 
 def test_an_encoding_draws_nothing_from_torchs_generator():
-    """A model made from scratch gets the same weights with every encoding, and another seed gives the encoding others."""
+    """A model from scratch has the same other weights with every encoding. Another seed changes the encoding's weights."""
     reference, own = None, []
     for encoding in (*filter(lambda name: suits("bert", name), ENCODINGS), "sinusoidal+rope+relative+shaw", *valued.KINDS):
         torch.manual_seed(5)
@@ -270,7 +270,7 @@ def test_a_bias_of_one_axis(own_registry):
 
 
 class Odd(hf_posenc.PositionEncoding, type="test-odd"):
-    """What a module of torch may hold, well and badly."""
+    """Values that a torch module can hold, valid and invalid ones."""
 
     holds: str = "complex"
 
@@ -306,7 +306,7 @@ class Odd(hf_posenc.PositionEncoding, type="test-odd"):
 
 
 def test_what_an_encoding_may_hold():
-    """Several times: memory that is used again may look filled."""
+    """The test repeats, because reused memory can look initialized."""
     for _ in range(3):
         made = {
             holds: hf_posenc.patch(stock("bert").bfloat16(), "test-odd", holds=holds).posenc

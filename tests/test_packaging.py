@@ -1,4 +1,4 @@
-"""The wheel, and the types that its users' checkers see."""
+"""The wheel, and the types that type checkers of users see."""
 
 import re
 import shutil
@@ -60,7 +60,7 @@ def test_the_wheel(tmp_path):
 
 @pytest.mark.slow
 def test_types(tmp_path):
-    """What goes in comes out: patch, unpatch and extend return the type of their model."""
+    """`patch`, `unpatch`, and `extend` return the type of their argument."""
     pytest.importorskip("mypy")
     (tmp_path / "snippet.py").write_text(SNIPPET)
     config = ("--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache", "--follow-imports", "silent")
@@ -72,7 +72,7 @@ def test_types(tmp_path):
 
 
 def test_one_address():
-    """A release to PyPI changes it in one place, and this test finds the pages."""
+    """The address of the repository is defined in one place, and all pages agree. A release to PyPI will change it."""
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text() and INSTALL.endswith(REPOSITORY)
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md")]
     for page in pages:

@@ -1,4 +1,4 @@
-"""Folders of documentation: what is read from a page, near copies, and the split into evaluation and training."""
+"""Directories of documentation: reading pages, near-duplicates, and the split into evaluation and training."""
 
 import json
 import random
@@ -92,7 +92,7 @@ def prose(seed, sentences=40):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """40 pages; 6 near copies of some; one sentence that all have; a translation and a picture."""
+    """40 pages, 6 near-duplicates of some, a sentence common to all, a translation, and a picture."""
     path = tmp_path_factory.mktemp("docs")
     (path / "deep" / "translations").mkdir(parents=True)
 
@@ -132,7 +132,7 @@ def test_the_split_is_disjoint(folder):
     assert again == evaluation
     every, none = pages.split(folder, share=1)
     assert len(every) == 46 and none == []
-    # By the path alone: a page that is added changes the side of no other.
+    # The split depends only on the path, so that a new page doesn't move others.
     (folder / "new.rst").write_text(f"A new page of some\n------------------\n\n{' '.join(prose(500))}")
     try:
         assert {page.path for page in pages.split(folder)[0]} - {"new.rst"} == {page.path for page in evaluation}

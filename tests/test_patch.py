@@ -1,4 +1,4 @@
-"""What patch keeps of a model and what unpatch gives back."""
+"""Properties of a model that `patch` keeps and `unpatch` restores."""
 
 import copy
 import inspect
@@ -94,7 +94,7 @@ def test_a_table_that_is_not_used_is_not_resized(head):
 @pytest.mark.parametrize("max_length", [64, 7])
 @pytest.mark.parametrize("host", [name for name, host in HOSTS.items() if host.tables])
 def test_buffers_of_another_length(host, max_length):
-    """Ids and token types that a host keeps ready, as long as its table, also after unpatch."""
+    """Buffers of ids and token types are as long as the table, also after `unpatch`."""
     original = stock(host)
     model = hf_posenc.patch(original, "sinusoidal", max_length=max_length)
     for changed, expected in ((model, None), (hf_posenc.unpatch(model), original)):
@@ -113,7 +113,7 @@ def test_buffers_of_another_length(host, max_length):
 
 @pytest.mark.parametrize("change", [lambda model: model, hf_posenc.unpatch, lambda model: hf_posenc.extend(model, None)])
 def test_a_model_made_of_patched_ones_keeps_their_weights(change):
-    """Transformers initialises all modules of a new model that aren't marked as initialised."""
+    """Transformers initializes all modules of a new model that aren't marked as initialized."""
     more = {"is_decoder": True, "add_cross_attention": True}
     parts = [change(patched("bert", "relative", max_length=LENGTH)), change(patched("bert", ALL_WAYS, "LMHeadModel", **more))]
     expected = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
@@ -124,7 +124,7 @@ def test_a_model_made_of_patched_ones_keeps_their_weights(change):
 
 @pytest.mark.parametrize("way", ["from its config", "meta device"])
 def test_kept_positions_of_a_model_made_anew(way):
-    """They hold values, as the host's own table would."""
+    """They hold initial values, as the original table would."""
     config = hf_posenc.patch(stock("bert"), "alibi").config
     if way == "from its config":
         model = AutoModel.from_config(config)
@@ -154,7 +154,7 @@ BUILT = [
 @pytest.mark.parametrize(("name", "sizes", "arguments"), BUILT)
 @torch.no_grad()
 def test_parts_that_the_config_does_not_tell(name, sizes, arguments, tmp_path):
-    """Parts by arguments of `__init__` are in all that is made of a model, and reload as those of a stock one do."""
+    """Submodules that depend on `__init__` arguments are in all derived models, and reload as in the original model."""
     stock_class = getattr(transformers, name)
     model = randomize(stock_class(stock_class.config_class(**SMALL, **sizes), **arguments)).eval()
     given = {"pixel_values": torch.randn(1, 3, 16, 16)} if name == "ViTModel" else {"input_ids": tokens()}

@@ -1,4 +1,4 @@
-"""Patched models under PEFT: LoRA over them, merged, saved, and by Transformers itself."""
+"""Patched models with PEFT: LoRA on top of them, merging, saving, and loading by Transformers."""
 
 from importlib import metadata
 
@@ -32,7 +32,7 @@ with torch.no_grad():
 
 @torch.no_grad()
 def logits(model):
-    # With gradients, a trained bias takes another kernel, which rounds differently.
+    # With gradients, a trained bias uses another kernel, which rounds differently.
     return first(model.eval()(tokens()))
 
 
@@ -46,13 +46,13 @@ def trained(lora):
 
 
 def own_parameters(model):
-    """Those of the encoding, without the host's kept ones."""
+    """The parameters of the encoding, without the kept original ones."""
     return {name: value for name, value in model.state_dict().items() if "posenc." in name and "posenc.original." not in name}
 
 
 @pytest.mark.parametrize(("host", "encoding", "targets"), [("bert", "shaw", ["query", "value"]), ("mpnet", "rope", ["q", "v"])])
 def test_lora(host, encoding, targets, tmp_path):
-    """LoRA over a patched base, reloaded in a new process."""
+    """LoRA on a patched base works and reloads in a new process."""
     patched(host, encoding, "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     lora = get_peft_model(model, LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"]))
@@ -117,7 +117,7 @@ def test_patch_comes_before_peft():
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_prefix_tuning(encoding, side):
-    """A prefix of keys that no token made, then padding: each row as it is alone."""
+    """The prefix consists of keys without tokens, before padding. Each row gives the same output as it does alone."""
     model = patched("gpt2", encoding, "LMHeadModel")
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     tuned = get_peft_model(model, config).eval()

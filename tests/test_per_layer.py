@@ -1,4 +1,4 @@
-"""Encodings with parameters of each attention's own, `per_layer=True`, and those which all attentions share."""
+"""Encodings with separate parameters in each attention (`per_layer=True`), and with parameters that all attentions share."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ OWNERS = {
     "shaw, shared": ({"type": "shaw", "per_layer": False}, ("weight",), ()),
     "beside shaw": ({"type": "alibi+shaw"}, (), ("shaw.weight",)),
 }
-"""An encoding, the stack's parameters, and those of each attention."""
+"""An encoding, the parameters of the layer stack, and those of each attention."""
 PATHS = {
     "bert": ["encoder.layer.0.attention.self.", "encoder.layer.1.attention.self."],
     "gpt2": ["h.0.attn.", "h.1.attn."],
@@ -38,8 +38,9 @@ PATHS = {
 
 
 def as_v4_did(query, key, table, terms, scaling):
-    """Scores of Transformers v4's relative_key(_query), `[B, H, L, L]`. Its table is indexed by query - key, ours by
-    key - query."""
+    """Scores of Transformers v4's relative_key(_query), `[B, H, L, L]`. v4 indexes its table by query - key, hf-posenc by key -
+    query.
+    """
     table = table.flip(0)
     length, rows = query.shape[2], (len(table) + 1) // 2
     index = torch.arange(length)[:, None] - torch.arange(length)[None, :] + rows - 1
@@ -65,7 +66,7 @@ def test_shaw_attends_as_v4_did(terms):
 @pytest.mark.parametrize("beside", ["alibi", "rope"])
 @torch.no_grad()
 def test_shaw_beside_what_the_layers_share(beside):
-    """In every layer the stack's bias is added, and the stack's rotation applied before Shaw's products."""
+    """In every layer, the shared bias is added, and the shared rotation is applied before Shaw's products."""
     model = randomize_encoding(hf_posenc.patch(stock("bert"), f"{beside}+relative_key", shaw__max_distance=LENGTH - 1))
     model.set_attn_implementation("eager")
     output = model(tokens(), output_attentions=True, output_hidden_states=True)
@@ -84,7 +85,7 @@ def test_shaw_beside_what_the_layers_share(beside):
 
 
 def test_shaw_computes_its_indices_once_in_a_forward(monkeypatch):
-    """Layers of the same width share them."""
+    """Layers of the same width share the indices."""
     model, calls = patched("bert", "shaw"), []
     kind = type(model.encoder.layer[0].attention.self.posenc)
     monkeypatch.setattr(kind, "_index", lambda self, *args, original=kind._index: calls.append(1) or original(self, *args))
@@ -107,7 +108,7 @@ def test_shaw_is_scaled_as_its_layer_scales(terms):
 
 
 class Slope(hf_posenc.PositionEncoding, type="test-slope"):
-    """A user's own, of each attention unless it is told otherwise."""
+    """A custom encoding in each attention, unless `per_layer=False`."""
 
     start: float = 1.0
     per_layer = True
@@ -132,7 +133,7 @@ OWNERS |= {
     [*(("bert", name) for name in OWNERS), ("gpt2", "both parts"), ("mpnet", "own, a part"), ("albert", "shaw")],
 )
 def test_who_owns_the_parameters(host, name):
-    """Patched and made from scratch. Random ones begin differently in each layer."""
+    """This holds for patched models and models from scratch. Random parameters have different initial values in each layer."""
     encoding, shared, own = OWNERS[name]
     model = hf_posenc.patch(stock(host), encoding)
     for each in (model, AutoModel.from_config(model.config)):
@@ -146,7 +147,7 @@ def test_who_owns_the_parameters(host, name):
 
 
 def bias_of(name, weights, length, is_causal):
-    """`[4, L, L]` by the formulas, from the parameters of one attention and the stack's."""
+    """`[4, L, L]` by the formulas, from the parameters of one attention and of the layer stack."""
     distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
     bias = alibi(length) if name in ("alibi, fixed", "a part") else torch.zeros(4, length, length)
     for path, weight in weights.items():
@@ -190,7 +191,7 @@ def test_each_attention_adds_its_own_bias(host, name):
 
 @torch.no_grad()
 def test_shared_vectors_of_shaw():
-    """With the same vectors in each layer, both are one model."""
+    """If all layers have the same vectors, both models are equal."""
     shared, each = (randomize_encoding(hf_posenc.patch(stock("bert"), "shaw", per_layer=owned)) for owned in (False, True))
     assert_apart(first(each(tokens())), first(shared(tokens())))
     for path in PATHS["bert"]:
@@ -213,7 +214,7 @@ def test_reload_in_a_new_process(tmp_path):
     ("host", "name"), [("bert", "relative"), ("bert", "both parts"), ("albert", "both parts"), ("mpnet", "shaw, shared")]
 )
 def test_gradients(host, name):
-    """Each parameter gets one, the same by all ways to compute it."""
+    """Each parameter gets a gradient, which is the same in all implementations."""
     model = patched(host, OWNERS[name][0], **HOSTS[host].no_dropout).train()
     found = {}
     for implementation in backends(model):
@@ -234,7 +235,7 @@ def test_gradients(host, name):
 @pytest.mark.parametrize("host", ["bert", "gpt2"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_learned_slopes(host, per_layer, tmp_path):
-    """They start as the fixed ones, bit for bit; trained, they come back as they were."""
+    """Learned slopes start bit-identical to the fixed ones. Trained slopes reload unchanged."""
     with torch.no_grad():
         fixed = first(hf_posenc.patch(stock(host), "alibi")(tokens()))
         model = hf_posenc.patch(stock(host), "alibi", slopes="learned", per_layer=per_layer)

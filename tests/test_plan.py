@@ -1,4 +1,4 @@
-"""The plan that patch writes into a config: what building and loading install by."""
+"""The plan that `patch` writes into a config, which building and loading use to install an encoding."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def plans(model):
 
 
 def edited(folder, change):
-    """A saved config with another plan."""
+    """Replaces the plan in a saved config."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["position_plan"] = change(config["position_plan"])
@@ -152,7 +152,7 @@ def test_settings_that_choose_other_positions(alibi, tmp_path):
 
 
 def test_a_plan_of_another_version(tmp_path):
-    """GPT-J's table of angles belonged to each attention below Transformers 5.24, and since then to its stack."""
+    """Before Transformers 5.24, each attention of GPT-J had a table of angles. Since then, the layer stack has it."""
     model = hf_posenc.patch(tiny("GPTJModel", rotary_dim=4), "alibi")
     model.save_pretrained(tmp_path)
     edited(tmp_path, lambda plans: [{**plans[0], "components": [["RotaryEmbedding", "rotary"]]}])

@@ -1,4 +1,4 @@
-"""Figures: what is drawn, in both themes, without overlaps; and the command that draws them."""
+"""Figures: their content in both themes, without overlaps, and the command that draws them."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ def record(name):
 
 
 def lines(axis):
-    """What lines of a panel show, by label."""
+    """Label -> the values of a line in a panel."""
     return {line.get_label(): line.get_ydata() for line in axis.lines}
 
 
@@ -57,12 +57,12 @@ def image(axis):
     return np.ma.filled(axis.images[0].get_array().astype(float), np.nan)
 
 
-# Each figure of the page: legible, whole, in both themes.
+# Each figure of the page: legible, complete, in both themes.
 
 
 @pytest.fixture(scope="module")
 def page():
-    """Name of a picture -> its block of docs/guides/analyze.md, run: the figure, light or dark."""
+    """Name of a picture -> the figure of its block in docs/guides/analyze.md, light or dark."""
     model = shared("bert", None)
     texts = torch.randint(1, 20, (3, 20), generator=torch.Generator().manual_seed(0))
     names = {"json": json, "Path": Path, "diagnostics": diagnostics, "plots": plots, "tokenizer": None}
@@ -85,7 +85,7 @@ def page():
 
 
 def texts_of(figure):
-    """The texts that a reader sees, with their extents in pixels."""
+    """The visible texts, with their extents in pixels."""
     figure.draw_without_rendering()
     found = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
     for axis in filter(Artist.get_visible, figure.axes):
@@ -93,7 +93,7 @@ def texts_of(figure):
         if axis.axison:
             found += [axis.title, axis.xaxis.label, axis.yaxis.label]
             found += axis.get_legend().get_texts() if axis.get_legend() else []
-            # Of the ticks, those within the axis, which alone are drawn.
+            # Only the ticks within the axis are drawn.
             ticks = [tick for each in (axis.xaxis, axis.yaxis) for tick in each._update_ticks()]
             found += [label for tick in ticks for label in (tick.label1, tick.label2)]
     shown = [text for text in found if text.get_text() and text.get_visible()]
@@ -117,20 +117,20 @@ def test_labels_neither_overlap_nor_are_cut(page, name):
 def test_the_dark_theme_is_readable(page, name):
     figure = page(name, dark=True)
     for text in figure.findobj(Text):
-        if text.get_text() and not (text.axes and text.axes.images):  # those on cells suit their cell
+        if text.get_text() and not (text.axes and text.axes.images):  # the color of a text in a cell suits the cell
             assert contrast(to_hex(text.get_color()), style.DARK.paper) > 4.5, text.get_text()
     assert {to_hex(each.get_facecolor()) for each in (figure, *figure.axes)} == {style.DARK.paper}
 
 
 def test_the_page():
-    """One picture for each function, none too large."""
+    """Each function has one picture, and none is too large."""
     pictures = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "images").glob("*.png")}
     assert {*BLOCKS} <= {*pictures} and sum(pictures[name] for name in BLOCKS) < 1.5e6
     drawn = [re.search(r"plots\.(\w+)\(", code)[1] for code in BLOCKS.values()]
     assert sorted(drawn) == plots.__all__
 
 
-# The palette: contrast, and the distance of any two colours for readers without one kind of cones.
+# The palette: contrast, and the distance of any two colors for readers with color vision deficiencies.
 
 CONES = {
     "all": np.eye(3),
@@ -138,7 +138,7 @@ CONES = {
     "no middle": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
     "no short": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
 }
-"""Machado, Oliveira and Fernandes (2009), severity 1.0: linear RGB -> linear RGB."""
+"""Machado, Oliveira, and Fernandes (2009), severity 1.0: linear RGB -> linear RGB."""
 
 
 def linear(colour):
@@ -176,7 +176,7 @@ def test_no_colour_alone_tells_lines_apart():
     assert len({str(each) for each in dashes}) == len({str(each) for each in markers}) == 18
 
 
-# What is drawn.
+# Content of figures.
 
 
 def sine(position, pair, size=32, base=10000.0):
@@ -198,7 +198,7 @@ def test_similarity():
     left, right = figure.axes[:2]
     assert image(left).tolist() == [[i * j for j in range(4)] for i in range(4)]
     (mean,) = [line for line in right.lines if line.get_label() == "mean"]
-    # By distance: products of 0·1, 1·2, 2·3 and so on.
+    # By distance: products of 0·1, 1·2, 2·3, and so on.
     assert dict(zip(mean.get_xdata(), mean.get_ydata(), strict=True)) == pytest.approx(
         {-3: 0, -2: 1.5, -1: 8 / 3, 0: 3.5, 1: 8 / 3, 2: 1.5, 3: 0}
     )
@@ -214,7 +214,7 @@ def test_the_binary_counter():
 
 
 def test_the_criteria():
-    """A counter isn't bounded; a fraction of the length takes another step in each text; a table ends."""
+    """A counter isn't bounded. A fraction of the length has another step in each text. A table has a maximum length."""
     figure = plots.criteria(["counter", "normalized", "sinusoidal", "learned"])
     curves, marks = figure.axes[:3], figure.axes[3:]
     lengths = [8, 16, 32, 64, 128, 256, 512]
@@ -233,10 +233,10 @@ def test_bias_maps():
         expected = [[-slope * (i - j) if j <= i else math.nan for j in range(4)] for i in range(4)]
         assert np.array_equal(image(axis), expected, equal_nan=True)
         assert axis.images[0].get_clim() == (-3 * 2**-4, 0)  # one scale for all heads
-    # What a head doesn't see has no colour, rather than one by which all others are alike.
+    # Hidden keys have no color. A color for them would make all others look alike.
     one_sided = plots.bias({"type": "alibi", "sides": "one_sided"}, length=4, num_attention_heads=2)
     assert np.isnan(image(one_sided.axes[0])[0, 1:]).all() and np.isnan(image(one_sided.axes[1])[3, :3]).all()
-    # Of what turns and biases the sum is shown, a score.
+    # For an encoding that both rotates and biases, the figure shows the sum, a score.
     own = diagnostics.Similarity("own", "scores", torch.zeros(1, 2, 2), None)
     for encoding, heading, scale in (
         ({"type": "alibi", "per_layer": True}, "alibi, per_layer=True: bias", "added to the score"),
@@ -254,7 +254,7 @@ def test_decay_side_by_side():
     alibi, rope, sinusoidal = figure.axes
     assert lines(alibi)["head 0"] == pytest.approx([-0.25 * abs(distance) for distance in range(-4, 5)])
     assert lines(alibi)["head 3"] == pytest.approx([-(2**-8) * abs(distance) for distance in range(-4, 5)])
-    # Two pairs of features, all 1: a pair's product is 2 cos(distance · frequency), the scaling 1/2.
+    # Two pairs of features, all 1: a pair's product is 2 cos(distance · frequency), and the scaling is 1/2.
     expected = [(2 * math.cos(d) + 2 * math.cos(d / 100)) / 2 for d in range(-4, 5)]
     assert lines(rope)["all heads"] == pytest.approx(expected)
     assert lines(sinusoidal)["all heads"] == pytest.approx(
@@ -274,7 +274,7 @@ def test_a_trained_module_is_drawn_as_it_is():
     assert titles(figure) == ["alibi, slopes=learned"]
 
 
-# Of models.
+# Figures of models.
 
 
 def test_probing(page):
@@ -323,7 +323,7 @@ def test_receptive_field_and_length_curve():
         plots.length_curve({"a": curves[0], "b": curves[1]})
 
 
-# Of records.
+# Figures of records.
 
 
 def test_lengths(page):
@@ -346,7 +346,7 @@ def test_lengths(page):
 
 
 def test_perplexity_by_length():
-    """Whose baseline has the ratio 1."""
+    """The baseline has the ratio 1."""
     each = {"perplexity_interval": [1, 9], "window": 8, "documents": 3}
     models = {
         "a": {"perplexity": 4.0, "ratio": 1.0, "ratio_interval": [1.0, 1.0], **each},
@@ -422,14 +422,14 @@ def test_what_is_refused(draw, message):
     ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
 )
 def test_files(tmp_path, monkeypatch, suffix, start):
-    """Whatever backend is asked for, without a display; the same bytes each time."""
+    """Figures need neither a display nor a certain backend. Drawing again gives the same bytes."""
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     file, again = tmp_path / f"counter{suffix}", tmp_path / f"again{suffix}"
     with matplotlib.rc_context({"backend": "TkAgg"}):
         plots.counter(bits=2, path=file)
     assert file.read_bytes().startswith(start) and [*tmp_path.iterdir()] == [file]
-    if suffix in (".png", ".pdf"):  # the names of shapes of an SVG are drawn at random
+    if suffix in (".png", ".pdf"):  # the names of shapes in an SVG are random
         plots.counter(bits=2, path=again)
         assert again.read_bytes() == file.read_bytes()
     (tmp_path / "folder.png").mkdir()
@@ -460,7 +460,7 @@ def test_matplotlib_is_imported_when_a_figure_is_drawn(monkeypatch):
 
 
 def test_threads(tmp_path):
-    """Figures of several threads, light and dark, are those of one."""
+    """Figures drawn in several threads, light and dark, equal those of one thread."""
 
     def draw(number):
         plots.counter(bits=2, dark=bool(number % 2), path=tmp_path / f"{number}.png")
@@ -529,7 +529,7 @@ def test_the_command(folder, tmp_path, monkeypatch, line):
 
 
 def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
-    """With the options of its diagnostic and its own, without a line elsewhere."""
+    """A registered figure is a command with the options of its diagnostic and its own. No other line is needed."""
     monkeypatch.setattr(registry, "DIAGNOSTICS", {})
     monkeypatch.setattr(registry, "FIGURES", {})
 

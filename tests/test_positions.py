@@ -1,4 +1,4 @@
-"""Positions: order, padding, ids given by hand, and how many of them a model takes."""
+"""Positions: order, padding, explicit position_ids, and the maximum length of a model."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_ids_beyond_a_table():
 
 @pytest.mark.parametrize("host", OFFSET)
 def test_usable_length(host):
-    """Two rows of the table serve no token."""
+    """Two rows of the table are not for tokens."""
     model = stock(host)
     assert hf_posenc.inspect(model).max_length == LENGTH and model.config.max_position_embeddings == LENGTH + 2
     learned = hf_posenc.patch(model, "learned")
@@ -77,13 +77,13 @@ def test_ids_in_the_count_of_the_host(host, encoding):
 @pytest.mark.parametrize("host", OFFSET)
 @torch.no_grad()
 def test_the_hosts_own_ids_and_table_change_nothing(host, mask):
-    """The stock host makes its ids from padding tokens, the patched one from the mask, which hides just those."""
+    """The original model computes its ids from padding tokens, the patched one from the mask, which hides exactly these."""
     arguments, real = padding_of(mask)
     ids = torch.where(real, tokens(), 1)
     model = stock(host)
     new = as_itself(model, host)
     expected = first(model(ids, **arguments))[real]
-    by_hand = torch.where(real, ids_of(host, mask), 1)  # in its own count: 1 for padding, 2 for the first token
+    by_hand = torch.where(real, ids_of(host, mask), 1)  # in the model's own count: 1 for padding, 2 for the first token
     for more in ({}, {"position_ids": by_hand}):
         actual = first(new(ids, **arguments, **more))[real]
         assert_close(actual, expected) if HOSTS[host].written_out else assert_equal(actual, expected)
@@ -92,7 +92,7 @@ def test_the_hosts_own_ids_and_table_change_nothing(host, mask):
 @pytest.mark.parametrize("host", [host for host in OFFSET if host not in BIASED])
 @torch.no_grad()
 def test_positions_come_from_the_mask_not_from_padding_tokens(host):
-    """A stock model doesn't count a padding token within a text, even if its mask shows it; a patched one does."""
+    """If a padding token is within a text and visible, the original model doesn't count it. The patched model does."""
     model, ids = stock(host), tokens()
     ids[:, 4] = 1
     new, mask = hf_posenc.patch(model, "learned", init="host"), torch.ones_like(ids)
@@ -121,7 +121,7 @@ def test_boxes_of_layoutlm_still_count():
 @pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
 @torch.no_grad()
 def test_ids_with_choices(name, encoding, choices):
-    """`[B, choices, L]`, which the stack flattens, gives what `[B * choices, L]` does."""
+    """Inputs `[B, choices, L]`, which the model flattens, give the same output as `[B * choices, L]`."""
     torch.manual_seed(0)
     more = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, f"{name}Config")(**more)
@@ -156,13 +156,13 @@ def test_heads_that_flatten_choices_themselves():
 
 
 PACKED = (9, 6, 8)
-"""The lengths of texts in one row, which together are beyond max_length=10."""
+"""The lengths of packed texts. Their sum exceeds max_length=10."""
 
 
 @pytest.mark.parametrize(("host", "encoding"), pairs(on=("llama", "gpt2")))
 @torch.no_grad()
 def test_packed_rows_longer_than_max_length(host, encoding):
-    """The limit is one of positions: each text is shorter, and gives what it does by itself."""
+    """The limit applies to positions. Each text is shorter, and gives the same output as it does alone."""
     if host not in ("llama", "gpt2"):
         pytest.skip("packed texts are found by position_ids in decoders only")
     model = patched(host, encoding, max_length=10)
@@ -184,7 +184,7 @@ def test_packed_rows_longer_than_max_length(host, encoding):
 )
 @torch.no_grad()
 def test_packed_rows_of_an_encoder_whose_positions_depend_on_the_length(encoding):
-    """The length is that of each text, not of the longest in the row."""
+    """The length is that of each text, not of the longest one in the row."""
     model = stock("bert")
     if encoding == "dynamic":
         model = hf_posenc.extend(stock("bert", max_position_embeddings=4), 10, encoding)

@@ -1,4 +1,4 @@
-"""Progress bars without a terminal: of this library, and of those that its commands use."""
+"""Progress bars without a terminal, from this library and from those that its commands use."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ sys.argv[0] = "train_mlm"
 runpy.run_module("hf_posenc.training.train_mlm", run_name="__main__")
 """
 BARS = ("training", "Loading weights", "tokenizing")
-"""Of this library, Transformers, and datasets."""
+"""Bars of this library, Transformers, and datasets."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_importing_the_library_changes_no_other_bars():
 
 
 class Log(io.StringIO):
-    """Standard error while a command runs, at a time that advances by 10 seconds for each step."""
+    """Standard error of a command, with a clock that advances by 10 seconds for each step."""
 
     now, terminal = 0.0, False
 
@@ -57,7 +57,7 @@ class Log(io.StringIO):
         with contextlib.redirect_stderr(self):
             if tqdm in (outer, inner):  # in a command
                 progress.limit_other_libraries()
-            for _ in outer(range(6), desc="A", mininterval=0):  # no letter is taken for a movement of the cursor
+            for _ in outer(range(6), desc="A", mininterval=0):  # no letter looks like a movement of the cursor
                 for _ in inner(range(4), desc="B", mininterval=0, leave=False):
                     self.now += 10
         return self.getvalue()

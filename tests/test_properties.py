@@ -1,4 +1,4 @@
-"""What holds for every registered encoding, with any of its options: no encoding is named here.
+"""Properties of every registered encoding with any of its options. No test names an encoding.
 
 Shapes: B batch, L tokens, Q queries, K keys, H heads, E head_dim, D hidden_size.
 """
@@ -29,7 +29,7 @@ examples = settings(max_examples=10, deadline=None, derandomize=True, database=N
 
 @st.composite
 def encodings(draw, name, dtype=torch.float64, **sizes):
-    """An encoding with options and parameters drawn, for an encoder or a decoder."""
+    """An encoding with random options and parameters, for an encoder or a decoder."""
     kind = encoding_class(name)
     choices = {option: catalog.named_values(annotation) for option, annotation in kind.option_types().items()}
     options = {option: draw(st.sampled_from(chosen)) for option, chosen in choices.items() if chosen and draw(st.booleans())}
@@ -38,7 +38,7 @@ def encodings(draw, name, dtype=torch.float64, **sizes):
     try:
         encoding = kind(geometry, **kind.with_explicit_defaults(geometry, kind.checked_options(options)))
         encoding.check_values()
-    except ValueError:  # options that contradict each other, or need a file
+    except ValueError:  # options that contradict each other, or that need a file
         assume(False)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     with torch.no_grad():
@@ -48,7 +48,7 @@ def encodings(draw, name, dtype=torch.float64, **sizes):
 
 
 def context_of(encoding, length, past=0, starts=(0,)):
-    """The context of `length` new tokens behind `past` cached ones. starts: the index of the first token that isn't padding."""
+    """The context of `length` new tokens after `past` cached ones. starts: the index of the first token that isn't padding."""
     start = torch.tensor(starts)[:, None]
     positions = (torch.arange(length) + past - start).clamp(min=0)
     return PositionContext(encoding, positions, past, start, scaling=E**-0.5)
@@ -59,7 +59,7 @@ def states(*shape, seed=0, dtype=torch.float64):
 
 
 def scores(encoding, query, key, context):
-    """`[B, H, Q, K]`, all that an attention gets from an encoding: products of what it turns, and its bias."""
+    """`[B, H, Q, K]`: products of rotated queries and keys, plus the bias."""
     query, _ = encoding("rotate", query, None, context)
     _, key = encoding("rotate", None, key, context.for_keys(key.shape[2]))
     products = query @ key.transpose(2, 3) * context.scaling
@@ -68,7 +68,7 @@ def scores(encoding, query, key, context):
 
 
 def seen(values, encoding, past=0):
-    """Values `[..., Q, K]` of keys that queries see; 0 for others."""
+    """Values `[..., Q, K]` of visible keys, and 0 for other keys."""
     return values.tril(past) if encoding.geometry.is_causal else values
 
 
@@ -108,7 +108,7 @@ def test_shapes_dtypes_and_finite_values(name, data):
 
 
 def moved(encoding, length, shift):
-    """The scores of a text, as they are seen, whose first position is `shift`."""
+    """The visible scores of a text whose first position is `shift`."""
     context = context_of(encoding, length)
     context = replace(context, positions=context.positions + shift, start=context.start - shift)
     return seen(scores(encoding, states(1, H, length, E), states(1, H, length, E, seed=1), context), encoding)
@@ -150,7 +150,7 @@ def test_a_cached_row_is_the_last_row_of_all(name, data):
 @examples
 @given(st.data())
 def test_a_batch_is_its_single_rows(name, data):
-    """Rows padded on the left, as long as they come."""
+    """Left-padded rows give the same output as each row does alone, at its own length."""
     encoding = data.draw(encodings(name))
     length = data.draw(st.integers(1, 16))
     starts = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3))
@@ -172,7 +172,7 @@ def test_a_batch_is_its_single_rows(name, data):
 @given(st.data())
 def test_gradients_reach_every_parameter(name, data):
     encoding = data.draw(encodings(name))
-    length = 300  # beyond the distances that tables tell apart
+    length = 300  # beyond the distances that tables distinguish
     query, key, context = states(1, H, length, E), states(1, H, length, E, seed=1), context_of(encoding, length)
     weights = torch.softmax(seen(scores(encoding, query, key, context), encoding) * 0.05, dim=-1)
     total = (weights * states(1, H, length, length, seed=2)).sum()
@@ -192,7 +192,7 @@ def test_gradients_reach_every_parameter(name, data):
 @examples
 @given(st.data())
 def test_round_trips(name, data):
-    """What an encoding is goes through JSON, and what it learned through a state_dict."""
+    """An encoding's options survive a JSON round trip. Its parameters survive a state_dict round trip."""
     encoding = data.draw(encodings(name, torch.float32))
     given_options = {option: getattr(encoding, option) for option in encoding.option_types()}
     written = json.loads(json.dumps({"type": name, **given_options}))
@@ -222,7 +222,7 @@ def test_options_are_checked(name):
                 accepted = canonical({"type": name, option: wrong})
             except ValueError as error:
                 assert option in str(error)
-            else:  # any text, say
+            else:  # such as any text
                 assert accepted[option] is None or isinstance(accepted[option], str | tuple), (option, wrong)
 
 
@@ -231,7 +231,7 @@ PAIRS = list(itertools.combinations(ENCODINGS, 2))
 
 @pytest.mark.parametrize("first", ENCODINGS)
 def test_any_two_act_together_or_are_refused(first):
-    """As decoders have them: the last row of cached scores is that of all, and vectors are those of both parts."""
+    """Compatible pairs work in decoders: the last row of cached scores is that of all, and vectors are those of both parts."""
     refused = catalog.conflicts(ENCODINGS)
     for pair in (pair for pair in PAIRS if pair[0] == first):
         name = "+".join(pair)
@@ -253,7 +253,7 @@ def test_any_two_act_together_or_are_refused(first):
 
 
 def test_refused_pairs():
-    """Counted, so that a new one is noticed; docs/reference/encodings.md lists them."""
+    """The number of pairs is fixed, so that a new one fails the test. docs/reference/encodings.md lists them."""
     refused = catalog.conflicts(ENCODINGS)
     assert {"fox", "pope", "xpos"} == {name for name in ENCODINGS if sum(name in pair for pair in refused) > 3}
     assert len(refused) == 19 and len(PAIRS) > 250

@@ -1,4 +1,4 @@
-"""What patch and a forward pass refuse, and that nothing is left half done."""
+"""Errors of `patch` and of a forward pass, and that they leave no partial changes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from models import first, patched, stock, tiny, tokens
 
 
 def refused(**arguments):
-    """The message with which patch refuses BERT, after a check that the model is as it was."""
+    """The error message of `patch` for BERT, after a check that the model is unchanged."""
     model = stock("bert")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = [type(module) for module in model.modules()]
@@ -103,7 +103,7 @@ def test_models_changed_by_hand():
 
 @pytest.mark.parametrize("host", ["bert", "mpnet", "megatron-bert"])
 def test_only_a_part_has_no_positions(host):
-    """A call of the encoder alone is an error, also after a forward pass of the model; `model.forward` is none."""
+    """Calling only the encoder raises an error, even after a forward pass of the model. Calling `model.forward` works."""
     model = patched(host, "alibi")
     assert torch.equal(first(model.forward(tokens())), first(model(tokens())))
     with pytest.raises(RuntimeError, match="without positions"):

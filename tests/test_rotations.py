@@ -1,5 +1,6 @@
-"""Rotations of queries and keys: rope with Transformers' frequency rules and with a part of the features, xpos, pope, fope.
-Against float64 loops from the papers, other libraries' code, and stock models that have the same rotation.
+"""Rotations of queries and keys: rope with Transformers' frequency rules and with a part of the features, xpos, pope, and fope.
+
+The tests compare them with float64 loops from the papers, other libraries, and original models with the same rotation.
 
 Shapes: B batch, H heads, L tokens, E head_dim.
 """
@@ -24,7 +25,7 @@ from models import CACHE, DECODER, LLAMA, Host, first, patched, randomize_encodi
 from oracles import context_of, in_pieces, padded, random, turned
 
 LONG = 16
-"""The length that these hosts are trained at."""
+"""The trained length of these models."""
 
 
 PAIRS = 4
@@ -65,7 +66,7 @@ def llama(layers=2, prefix="Llama", **changes):
 
 
 def with_rule(rule, layers=2):
-    """A stock model with a rule, and the patched one."""
+    """An original model with a rule, and the patched one."""
     model = llama(layers, rope_parameters={"rope_type": rule, "rope_theta": 10000.0, **RULES[rule]})
     return model, hf_posenc.patch(model, "rope", rope_type=rule, **RULES[rule])
 
@@ -78,13 +79,13 @@ def rotated(encoding, query, key, positions):
     return encoding("rotate", query, key, context_of(encoding, positions))
 
 
-# Oracles.
+# Reference implementations.
 
 
 def yarn(theta, size, factor, original, beta_fast=32.0, beta_slow=1.0, truncate=True):
-    """Of the paper's "NTK-by-parts", with the ramp over pairs of its authors' code."""
+    """The paper's "NTK-by-parts" frequencies, with the ramp over pairs of its authors' code."""
 
-    def pair_of(turns):  # the pair, as a fraction, that turns so often in the original length
+    def pair_of(turns):  # the fractional index of the pair that makes this many rotations in the original length
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(beta_fast), pair_of(beta_slow)
@@ -115,7 +116,7 @@ def dynamic(theta, size, factor, original, length):
 
 
 def steps_of(rule, theta, length):
-    """The frequencies of 4 pairs by the parameters in RULES, in a text of this length."""
+    """The frequencies of 4 pairs with the parameters in RULES, for a text of this length."""
     plain, size = [theta ** (-pair / PAIRS) for pair in range(PAIRS)], 2 * PAIRS
     if rule == "linear":
         return [step / 3 for step in plain]
@@ -137,7 +138,7 @@ MAGNITUDES = {"yarn": 0.1 * math.log(3) + 1, "longrope": math.sqrt(1 + math.log(
 
 
 def by_steps(positions, steps, magnitude=1.0):
-    """The factor of each pair; steps: the frequencies of each row."""
+    """A function that returns the complex factor of each pair. steps: the frequencies of each row."""
     return lambda b, h, i, pair: magnitude * cmath.exp(1j * positions[b][i] * steps[b][pair])
 
 
@@ -150,7 +151,7 @@ def xpos(positions, sign, theta=10000.0, gamma=0.4, scale_base=512.0):
     return turn
 
 
-# Rope and its rules.
+# RoPE and its rules.
 
 POSITIONS = {
     "short": [[0, 1, 2, 3], [4, 5, 6, 15]],
@@ -169,7 +170,9 @@ def test_frequencies_that_diagnostics_read():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_formula(rule, layout):
-    """In float64 to the rounding of float64 at any position: the frequencies aren't Transformers' float32."""
+    """Float64 states are rotated with float64 precision at any position. The frequencies aren't the float32 ones of
+    Transformers.
+    """
     for theta in (10000.0, 500.0):
         encoding = rope(rule, theta=theta, layout=layout, **RULES[rule])
         query, key = random(2, 3, 4, 8), random(2, 2, 4, 8, seed=1)
@@ -224,7 +227,7 @@ def test_yarn_ramps(options):
     ],
 )
 def test_temperature(rule, options, expected):
-    """What queries and keys are multiplied by at position 0."""
+    """The factor on queries and keys at position 0."""
     encoding = rope(rule, **{**RULES[rule], **options})
     query = random(1, 2, 1, 8)
     assert_close(encoding.rotate(query, None, context_of(encoding, [[0]]))[0], query * expected, atol=1e-12)
@@ -233,7 +236,7 @@ def test_temperature(rule, options, expected):
 @pytest.mark.parametrize("rule", RULES)
 @torch.no_grad()
 def test_a_stock_llama_with_that_rule(rule):
-    """One and the same to position 512, below the trained length and above it; saved and loaded, too."""
+    """The outputs are equal up to position 512, below and above the trained length, also after saving and loading."""
     sizes = {"max_position_embeddings": LONG} if rule in BY_LENGTH else {"max_position_embeddings": 600}
     model = llama(rope_parameters={"rope_type": rule, "rope_theta": 10000.0, **RULES[rule]}, **sizes)
     new = hf_posenc.patch(model, "rope", rope_type=rule, **RULES[rule])
@@ -246,7 +249,7 @@ def test_a_stock_llama_with_that_rule(rule):
 
 @torch.no_grad()
 def test_the_trained_length_stays_when_the_promise_changes():
-    """Of a model made from scratch the config's length tells it, until `extend` changes that."""
+    """For a model from scratch, it is the length in the config, until `extend` changes that."""
     options = {"type": "rope", "rope_type": "longrope", "short_factor": [1.0] * PAIRS, "long_factor": [2.0] * PAIRS}
     sizes = {name: value for name, value in LLAMA.items() if name != "num_attention_heads"}
     sizes |= dict(num_attention_heads=4, vocab_size=61, max_position_embeddings=LONG)
@@ -290,9 +293,9 @@ def test_a_stock_model_that_rotates_a_part(prefix):
         ("xpos", {"layout": "interleaved"}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch's own jvp calls
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp calls it
 def test_gradients(kind, options):
-    """Of states, first and second, against finite differences; in forward mode; mapped over a dimension as in a loop."""
+    """First and second gradients equal finite differences. Forward mode works, and mapping over a dimension equals a loop."""
     encoding, states = make(kind, **options), random(2, 1, 1, 3, 8).requires_grad_()
 
     def turn(states):
@@ -308,13 +311,13 @@ def test_gradients(kind, options):
         assert_close(torch.func.jvp(turn, (states[0],), (states[1],))[1], looped[1])  # it is linear
 
 
-# Rules that go by the length of each text.
+# Rules that depend on the length of each text.
 
 
 @pytest.mark.parametrize("rule", BY_LENGTH)
 @torch.no_grad()
 def test_each_row_has_its_length(rule):
-    """Padding and a longer row beside it change nothing: each is what the stock Llama makes of it alone."""
+    """Padding and a longer row change nothing: each row gives the output of the original Llama for this row alone."""
     (model, new), lengths, ids = with_rule(rule), (30, 11), tokens(2, 30)
     for side in ("left", "right"):
         given, mask = padded(ids, lengths, side)
@@ -328,8 +331,11 @@ def test_each_row_has_its_length(rule):
 @pytest.mark.parametrize("layers", [1, 2])
 @torch.no_grad()
 def test_cached_keys_are_rotated_anew(rule, static, layers):
-    """Each step is the forward pass over all tokens up to it, while the text grows over the trained length: in one layer
-    exactly; in several, where hidden states in the cache are those of the shorter text, once all are beyond (longrope)."""
+    """Each step equals the forward pass over all previous tokens, while the text grows over the trained length.
+
+    In one layer, this is exact. In several layers, the cache has hidden states of the shorter text, so it holds after all
+    tokens are beyond it (longrope).
+    """
     (_, new), ids = with_rule(rule, layers), tokens(2, 30)
     cuts = (9, 15, 16, 17, 18, 25, 30) if layers == 1 else (20, 21, 25, 30) if rule == "longrope" else (9, 12, 15, 16)
     mask = torch.ones_like(ids)
@@ -350,7 +356,7 @@ def assert_steps(model, ids, cuts, cache, mask=None):
 @pytest.mark.parametrize("case", ["sliding window", "composition"])
 @torch.no_grad()
 def test_length_of_a_whole_text(case):
-    """A cache behind a sliding window has dropped the first keys."""
+    """The cache of a sliding window has dropped the first keys."""
     if case == "composition":
         new = hf_posenc.patch(llama(1), "rope+alibi", rope__rope_type="dynamic", rope__factor=3.0)
     else:
@@ -417,13 +423,13 @@ def test_no_length_to_start_from(rule):
             rope(rule, trained=None, **{**RULES[rule], "factor": None})
 
 
-# Xpos.
+# xPos.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, {"theta": 77.0, "gamma": 1.5, "scale_base": 64.0}], ids=str)
 def test_xpos_formula(layout, options):
-    """Half precision is rounded once: bfloat16 factors would be off by 0.4 %, twice."""
+    """Half precision is rounded once. bfloat16 factors would be off by 0.4% twice."""
     encoding, query, key = make("xpos", layout=layout, **options), random(2, 3, 4, 8), random(2, 2, 4, 8, seed=1)
     for positions in ([[0, 1, 2, 3], [0, 0, 1, 2]], [[9, 2, 300, 4], [1000, 7, 7, 4095]]):
         wanted = [turned(each, xpos(positions, sign, **options), layout) for each, sign in ((query, 1), (key, -1))]
@@ -439,7 +445,7 @@ def test_xpos_formula(layout, options):
 def test_xpos_agrees_with(library):
     theirs = pytest.importorskip(library)
     query, key = random(1, 2, 512, 16, dtype=torch.float32), random(1, 2, 512, 16, seed=1, dtype=torch.float32)
-    if library.startswith("rotary"):  # they count from the middle; scores are the same
+    if library.startswith("rotary"):  # they count from the middle, with the same scores
         turned = theirs.RotaryEmbedding(16, use_xpos=True, xpos_scale_base=512).rotate_queries_and_keys(query, key)
     else:
         angles, scale = theirs.RotaryEmbedding(16, use_xpos=True).forward_from_seq_len(512)
@@ -451,13 +457,15 @@ def test_xpos_agrees_with(library):
 
 @pytest.mark.parametrize(("dtype", "last"), [(torch.float16, 1699), (torch.bfloat16, 33427), (torch.float32, 33427)])
 def test_the_last_position_of_each_dtype(dtype, last):
-    """Up to it keys of 64 are finite and queries of 1/256 keep all digits; the score is right. Beyond it is refused."""
+    """Up to the last position, keys of 64 are finite, queries of 1/256 keep all digits, and scores are right. Later positions
+    raise an error.
+    """
     encoding, positions = make("xpos"), [[last - 9, last]]
     states = torch.full((1, 1, 2, 8), 64.0, dtype=dtype)
     small = torch.full((1, 1, 2, 8), 1 / 256, dtype=dtype)
     query, key = rotated(encoding, small, states, positions)
     assert query.dtype == key.dtype == dtype and key.isfinite().all()
-    assert scores(torch.full_like(states, 11.0), key / 64 * 11).isfinite().all()  # of queries at 0, which a mask hides: 968
+    assert scores(torch.full_like(states, 11.0), key / 64 * 11).isfinite().all()  # for masked queries at 0: 968
     exact = scores(turned(small, xpos(positions, 1)), turned(states, xpos(positions, -1)))
     precision = {torch.float16: 3e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}[dtype]
     torch.testing.assert_close(scores(query.double(), key.double()), exact, atol=precision * exact.max().item(), rtol=0)
@@ -472,7 +480,7 @@ def test_the_last_position_of_each_dtype(dtype, last):
 
 
 def test_elsewhere_the_number_of_tokens_counts():
-    """Where values can't be read without waiting: those cached before them, too, but not twice."""
+    """If values can't be read without waiting, the number of tokens counts. It includes cached tokens once."""
     encoding = make("xpos")
 
     def turn(new, past=0):
@@ -490,7 +498,7 @@ def test_elsewhere_the_number_of_tokens_counts():
 
 @torch.no_grad()
 def test_xpos_in_models():
-    """Scores shrink, as a small scale_base shows in a short text; without limit it is rope."""
+    """Scores decrease, as a small scale_base shows in a short text. With a very large scale_base, xpos equals rope."""
     model, ids = stock("llama"), tokens()
     rope = first(hf_posenc.patch(model, "rope")(ids))
     assert_apart(first(hf_posenc.patch(model, "xpos", scale_base=4.0)(ids)), rope)
@@ -506,7 +514,7 @@ def test_xpos_in_models():
     assert longer.config.position_encoding["max_length"] == 50000
 
 
-# Pope and fope.
+# PoPE and FoPE.
 
 HEADS, E = 2, 8
 two_heads = functools.partial(oracles.make, heads=HEADS, dtype=torch.float64)
@@ -612,7 +620,7 @@ def test_fope_start():
 
 
 def test_the_scaling_stays_that_of_the_hosts_width():
-    """Falcon's attention leaves it to SDPA to take it from the width of queries."""
+    """Falcon doesn't pass the scaling to SDPA, which would compute it from the width of the queries."""
     model = randomize_encoding(hf_posenc.patch(tiny("FalconForCausalLM", alibi=False), "pope"))
     outputs = []
     for implementation in ("eager", "sdpa"):
@@ -622,7 +630,7 @@ def test_the_scaling_stays_that_of_the_hosts_width():
 
 
 def test_tokens_aside_are_at_position_0():
-    """ViT's class token, whose queries and keys become as wide as those of patches."""
+    """ViT's class token is at position 0. Its queries and keys become as wide as those of patches."""
     sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8, image_size=32, patch_size=16)
     model = randomize_encoding(hf_posenc.patch(tiny("ViTModel", **sizes), "pope"))
     module = next(module for module in model.modules() if isinstance(vars(module).get("posenc_state"), AttentionState))

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions of hf-posenc saved (tests/saved_checkpoints.py) load bit for bit."""
+"""Checkpoints of earlier versions of hf-posenc (tests/saved_checkpoints.py) load bit-identically."""
 
 import json
 import zipfile
@@ -33,7 +33,7 @@ def load(folder, **options):
 
 
 def check(folder, model):
-    """Weights and buffers are the saved ones, bit for bit; outputs may differ by rounding between machines."""
+    """Loaded weights and buffers are bit-identical to the saved ones. Outputs may differ by rounding between machines."""
     expected = load_file(folder / "expected.safetensors")
     output = expected.pop("output")
     inputs = {name: expected.pop(name) for name in [*expected] if "." not in name and name not in dict(model.named_buffers())}
@@ -85,7 +85,7 @@ for folder in (Path(sys.argv[1]), Path(sys.argv[1]) / "again"):
     Version("5.23") > INSTALLED or Version(torch.__version__) < Version("2.13"), reason="that code refuses older versions"
 )
 def test_code_of_earlier_versions_runs(tmp_path):
-    """The copy of the library and the user's own encoding, in a process that can't import hf_posenc."""
+    """The copy of the library and the user's encoding run in a process that can't import hf_posenc."""
     for path in (SAVED / "own").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     with zipfile.ZipFile(tmp_path / "code.zip") as file:

@@ -1,4 +1,4 @@
-"""Saves that are whole or not at all: killed, over links, over what others have left, and the labels of weight files."""
+"""Atomic saves: when killed, over links, over existing files, and the labels of weight files."""
 
 import ast
 import contextlib
@@ -38,7 +38,7 @@ from models import first, patched, slow, tokens
     ("every", "cases"), [(False, ["another encoding", "one to shards"]), slow(True, [*CASES])], ids=["some", "all"]
 )
 def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, every, cases):
-    """At every event of the save, or at some of each kind."""
+    """This holds at every event of the save, or at some events of each kind."""
     said = run_python("import sys, killed; killed.main(*sys.argv[1:])", tmp_path, every, *cases, timeout=600)
     for case, outcomes in json.loads(said.splitlines()[-1]).items():
         assert set(outcomes) == {"old", "refused", "new"}, (case, outcomes)
@@ -57,7 +57,7 @@ def same_output(folder, model):
 
 
 def in_child(act):
-    """The exit status of a fork, negative for a signal."""
+    """The exit status of a forked process, which is negative for a signal."""
     if not (child := os.fork()):
         try:
             act()
@@ -69,7 +69,7 @@ def in_child(act):
 
 
 def kill_before_rename(target, act):
-    """A fork that is killed when `act` is about to rename a new file to `target`."""
+    """Kills a forked process when `act` is about to rename a new file to `target`."""
 
     def kill(event, arguments):
         if event == "os.rename" and str(arguments[1]) == str(target) and Path(arguments[0]).parent.name == "files":
@@ -79,7 +79,7 @@ def kill_before_rename(target, act):
 
 
 def leave(folder):
-    """A save into `folder` that a kill ends before anything is moved."""
+    """Starts a save into `folder` that is killed before any file is moved."""
 
     def act():
         with atomic.replaced(folder) as files:
@@ -90,7 +90,7 @@ def leave(folder):
 
 
 def test_leftovers_go_with_the_next_save_or_push_and_hinder_neither(tmp_path):
-    """Those of a living process stay."""
+    """Temporary files of a running process stay."""
     model, folder = patched("bert", "alibi"), tmp_path / "folder"
     leave(tmp_path)
     with atomic.replaced(tmp_path) as files:
@@ -110,7 +110,7 @@ def test_leftovers_go_with_the_next_save_or_push_and_hinder_neither(tmp_path):
 
 
 def test_an_interrupted_save_is_refused_by_every_way_to_load(tmp_path):
-    """Killed when the weights have been moved and config.json has not."""
+    """The save is killed after moving the weights, and before moving config.json."""
     model = patched("bert", "relative")
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_an_interrupted_save_is_refused_by_every_way_to_load(tmp_path):
 
 
 def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
-    """A snapshot in the Hub's cache is a folder of links."""
+    """A snapshot in the Hub's cache is a directory of links."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     patched("bert", "alibi").save_pretrained(blobs)
     snapshot.mkdir()
@@ -180,7 +180,7 @@ def test_a_file_in_the_folders_place(tmp_path):
 
 @contextlib.contextmanager
 def small_files(size):
-    """No file may grow beyond a number of bytes, as on a full disk."""
+    """Limits the size of each file to a number of bytes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -219,7 +219,9 @@ def relabel(path, label):
 
 
 def test_shards_of_several_saves(tmp_path):
-    """An unlabelled one among labelled ones, one with other options; all without labels, as other tools write them, load."""
+    """A mixture of labeled and unlabeled shards, or of shards with different options, raises an error. Shards of other tools
+    without labels load.
+    """
     model = patched("bert", "rope")
     model.save_pretrained(tmp_path, **SHARDS)
     paths = sorted(tmp_path.glob("*.safetensors"))
@@ -248,7 +250,7 @@ def test_labels_that_are_no_json_are_in_the_error(tmp_path):
 
 
 def test_a_written_file_is_on_disk_with_its_directory(tmp_path, monkeypatch):
-    """Nothing of it stays open, and another writer of the same file doesn't take it for a leftover."""
+    """No file stays open, and a second writer of the same file doesn't treat the first one's file as left over."""
     flushed, flush = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino) or flush(descriptor))
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
@@ -295,7 +297,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_destroys_no_file(tmp_path, name):
-    """For real: the system refuses to write more than 10,000 bytes to one file."""
+    """The operating system allows no writes of more than 10,000 bytes to one file."""
     patched("bert", "alibi").save_pretrained(tmp_path)
     before = {"evaluation.json": '{"results": []}', "page.md": "<!-- a --><!-- b -->"}.get(name, "old")
     (tmp_path / name).write_text(hf_posenc.model_card(tmp_path, "me/model") if name == "README.md" else before)
@@ -368,7 +370,7 @@ def test_a_killed_write_of_a_file_leaves_the_old_or_the_new_one(tmp_path):
 
 
 def model_of(kind, name):
-    """The files of a fake model: stock or with positions, in one file or in shards."""
+    """The files of a fake model: original or with positions, in one file or in shards."""
     config = {"model_type": kind, "name": name} | ({"position_encoding": {"type": name}} if kind == "posenc" else {})
     weights = (
         {"model.safetensors": name}
@@ -391,7 +393,7 @@ def save_over(folder, files):
 
 
 def shown(folder, files):
-    """Whether a directory holds exactly these files; temporary ones don't count."""
+    """Whether a directory holds exactly these files, without temporary ones."""
     found = {str(path): text.decode() for path, text in contents(folder).items() if atomic.PREFIX not in str(path)}
     return found == files
 
@@ -405,7 +407,7 @@ MODELS = [("stock", "a"), ("posenc", "b"), ("stock", "c"), ("posenc", "d")]
     + [slow(before, after, True) for before, after in itertools.permutations(MODELS, 2)],
 )
 def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after, every):
-    """Stock or with positions, in one file or in shards, with a tokenizer and modules or without."""
+    """Models may be original or with positions, in one file or in shards, with or without a tokenizer and modules."""
     folder, seen = tmp_path / "folder", set()
     old, new, notes = model_of(*before), model_of(*after), {"notes.txt": "mine", "checkpoint-1/config.json": "mine"}
 
@@ -434,7 +436,7 @@ def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 10, 12])
 def test_ctrl_c_while_files_are_replaced(tmp_path, monkeypatch, number):
-    """What has begun is undone before the program ends; the last rename completes the save."""
+    """An incomplete save is undone before the program ends. The last rename completes it."""
     put(tmp_path, model_of("stock", "a"))
     replace, count = os.replace, itertools.count(1)
 
@@ -486,7 +488,9 @@ def test_processes_save_to_one_directory(tmp_path):
 
 
 def test_paths_of_output_directories(tmp_path, monkeypatch):
-    """Relative, with a slash at the end, a symlink, a symlink to what isn't there yet, one that is left meanwhile."""
+    """The path may be relative, end with a slash, be a symlink, or be a dangling symlink. The current directory may change
+    meanwhile.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dangling").symlink_to("later")
     (tmp_path / "real").mkdir()
@@ -559,7 +563,7 @@ QUALIFIED = {"shutil.copy", "os.replace", "os.link", "os.symlink", "os.truncate"
 
 
 ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
-"""Within these, files are written that nobody reads yet."""
+"""Within these, written files aren't visible yet."""
 
 
 ELSEWHERE = {
@@ -604,7 +608,7 @@ def is_write(call):
 
 
 def writes(tree):
-    """(qualified function, line) of every write that isn't within an atomic one."""
+    """(qualified function, line) of every write outside an atomic writer."""
 
     def visit(node, where, safe):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

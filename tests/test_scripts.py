@@ -1,4 +1,4 @@
-"""The scripts: what the evaluation measures, and distillation from end to end on a tiny model."""
+"""The scripts: the evaluation data, and distillation from end to end on a tiny model."""
 
 import json
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_leaks_are_removed():
 @pytest.mark.slow
 @pytest.mark.parametrize("own_tests", [False, True])
 def test_evaluation_and_training_are_disjoint(library, monkeypatch, own_tests):
-    """Of the library with the texts of its own tests as well."""
+    """This holds for the library with and without the texts of its tests."""
     if own_tests:
         monkeypatch.setattr(stdlib_corpus, "LEFT_OUT", stdlib_corpus.LEFT_OUT - {"test"})
     modules, training = stdlib_corpus.split.__wrapped__() if own_tests else library
@@ -64,7 +64,7 @@ def test_loss_is_zero_for_the_teacher_and_ignores_padding():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a tiny BERT in several forms, its tokenizer, and a few lines of text."""
+    """A directory with a tiny BERT in several forms, its tokenizer, and a few lines of text."""
     path = tmp_path_factory.mktemp("tiny")
     stock("bert").save_pretrained(path / "model")
     stock("bert").save_pretrained(path / "words")
@@ -78,7 +78,7 @@ def tiny(tmp_path_factory):
         vocabularies.of_bert(path).save_pretrained(path / name)
     vocabularies.of_bert(path, ["a"]).save_pretrained(path / "words")
     (path / "texts.txt").write_text("\n".join(" ".join(WORDS[i : i + 12]) for i in range(40)))
-    # With a projection, a pooling that isn't sentence-transformers' default, and a prompt.
+    # It has a projection, a pooling other than the default of sentence-transformers, and a prompt.
     body = Transformer(str(path / "model"))
     modules = [body, Pooling(32, "cls"), Dense(32, 7), Normalize()]
     made = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "w1 w2 "}, similarity_fn_name="dot")
@@ -88,7 +88,7 @@ def tiny(tmp_path_factory):
 
 
 def run(launch, tiny, output, *arguments, processes=1, fails=False):
-    """What a run of distill.py says."""
+    """The output of a run of distill.py."""
     given = ["--model_name_or_path", tiny / "model", "--output_dir", output, "--train_file", tiny / "texts.txt"]
     given += ["--max_train_steps", 4, "--min_text_length", 6, "--text_length", 12]
     codes, said = launch("distill", *given, "--per_device_train_batch_size", 4, *arguments, processes=processes)
@@ -123,7 +123,7 @@ torch.save([str(list(model)[1:]), model[2].linear.weight], sys.argv[2])
 
 
 def test_distill_a_sentence_transformer(launch, tiny, tmp_path):
-    """Its own modules pool it in training, are frozen there, and make the result a SentenceTransformer again."""
+    """The model's own modules pool in training, and stay frozen. The result is a SentenceTransformer with these modules."""
     chosen = ("--model_name_or_path", tiny / "cls", "--position_encoding", "alibi", "--load_best_model_at_end")
     said = run(launch, tiny, tmp_path / "out", *chosen, "--validation_file", tiny / "texts.txt", "--eval_steps", 2)
     assert "Pooling (cls), Dense, Normalize" in said
@@ -136,7 +136,7 @@ def test_distill_a_sentence_transformer(launch, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_patched_model_is_distilled_from_its_original(launch, tiny, tmp_path):
-    """Whichever of the two is a SentenceTransformer: its modules pool both, and come with the result."""
+    """If either of the two is a SentenceTransformer, its modules pool both models, and are saved with the result."""
     pooled = hf_posenc.patch(SentenceTransformer(str(tiny / "cls"), device="cpu"), "alibi")
     pooled.save_pretrained(str(tmp_path / "cls-patched"), create_model_card=False)
     losses = {}
@@ -166,7 +166,7 @@ def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
 
 
 def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
-    monkeypatch.setattr(stdlib_corpus, "split", lambda progress: library)  # as it is, but not read again
+    monkeypatch.setattr(stdlib_corpus, "split", lambda progress: library)  # the same library, but not read again
     chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words", long_text_length=None)
     texts = distill.load_texts(Accelerator(cpu=True), chosen)["train"]["words"]
     assert list(texts) == library[1]
@@ -226,7 +226,7 @@ def test_distill_without_text(launch, tiny, tmp_path):
 
 
 def test_the_demo_embeds_each_text_once(monkeypatch, tokenizer):
-    """Those of its first table aren't embedded again, and the score is that of all at once."""
+    """The texts of the first table aren't embedded again, and the score equals that of all texts at once."""
     words = [" ".join(WORDS[(3 * i + j * j) % len(WORDS)] for j in range(9)) for i in range(8)]
     modules = [stdlib_corpus.Module(f"m{i}", " ".join(text.split()[2:5]), text) for i, text in enumerate(words)]
     for module in (demo, stdlib_retrieval):
@@ -240,7 +240,7 @@ def test_the_demo_embeds_each_text_once(monkeypatch, tokenizer):
 
 
 def test_the_pages_show_the_kept_results():
-    """The tables of README and results, and the table that the demo printed, are those of one run."""
+    """The tables of the README and the results, and the printed table of the demo, are from one run."""
     readme, shown = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results" / "index.md").read_text()
     kept = json.loads((SCRIPTS / "results" / "demo.json").read_text())
     table = (SCRIPTS / "results" / "demo.txt").read_text().rstrip()

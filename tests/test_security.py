@@ -1,5 +1,6 @@
-"""What a config or a checkpoint of a stranger's can do: ask for no more memory than is declared, run nothing, and open
-nothing outside its folder."""
+"""Limits on untrusted configs and checkpoints: they can't request more memory than declared, run code, or open files outside
+their directory.
+"""
 
 import functools
 import gc
@@ -36,7 +37,7 @@ HUGE = 10**12
 
 
 class Requested(TorchDispatchMode):
-    """largest: how many values the largest tensor has that is made in here; the meta device takes no memory."""
+    """Records the number of values in the largest new tensor. The meta device uses no memory."""
 
     largest = 0
 
@@ -49,7 +50,7 @@ class Requested(TorchDispatchMode):
 
 
 def tiny(position_encoding, **changes):
-    """A patched BERT from its config alone."""
+    """A patched BERT from a config only."""
     sizes = {**BERT, "vocab_size": VOCABULARY, **changes}
     return AutoModel.from_config(hf_posenc.PosEncBertConfig(**sizes, position_encoding=position_encoding))
 
@@ -57,7 +58,7 @@ def tiny(position_encoding, **changes):
 # Fuzzing `position_encoding`.
 
 LOWERED = 2**18
-"""MAX_VALUES while fuzzing: what goes beyond it is seen, and is no harm to the machine."""
+"""MAX_VALUES while fuzzing. Tensors above it are detected, and don't harm the machine."""
 NAMES = sorted({*ENCODINGS, *(alias for cls in map(encoding_class, ENCODINGS) for alias in cls.aliases)})
 HOSTILE = st.sampled_from(
     [
@@ -135,7 +136,7 @@ def lowered(monkeypatch):
 @settings(FUZZ, max_examples=150)
 @given(nearly_right() | nearly_right() | ANYTHING)
 def test_fuzz(lowered, position_encoding):
-    """Whatever stands in a config: a model, or a ValueError; no hang, and no tensor beyond the bound."""
+    """Any value in a config gives a model or a ValueError. There is no hang, and no tensor above the limit."""
     check_built_or_refused(position_encoding)
 
 
@@ -146,7 +147,7 @@ def test_fuzz_at_length(lowered, position_encoding):
     check_built_or_refused(position_encoding)
 
 
-# Sizes, each refused before memory is taken.
+# Sizes that are rejected before memory is allocated.
 
 
 HOST = {"name_or_path": "", "rows": 24, "kept": True, "fingerprint": ""}
@@ -217,7 +218,7 @@ def test_a_long_max_distance_costs_a_short_input_nothing():
     assert requested.largest <= far.encoder.layer[0].attention.self.posenc.weight.numel()
 
 
-# Values that are none.
+# Invalid values.
 
 
 CIRCLE, WIDE = {"type": "alibi"}, []
@@ -279,11 +280,11 @@ def test_refused_compositions_leave_nothing_behind():
     assert seen > 100 and set(Composition.__subclasses__()) == before
 
 
-# Paths in a config. `spelled` writes one encoding with a file in all ways that canonical() accepts, in all places.
+# Paths in a config. `spelled` writes one encoding with a file in all spellings that canonical() accepts, in all places.
 
 
 class Atlas(hf_posenc.PositionEncoding, type="test-atlas", aliases={"test-map": {"scale": 2.0}}):
-    """A user's own, with an option that names files."""
+    """A custom encoding with an option that names files."""
 
     scale: float = 1.0
     charts: tuple[Path, ...] | None = None
@@ -302,7 +303,7 @@ OWN = {name: hf_posenc.PositionEncoding.registered.pop(name) for name in ("test-
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    """Registers Atlas for the tests of this file only: other files list all encodings."""
+    """Registers Atlas only for the tests of this file, because other files list all encodings."""
     hf_posenc.PositionEncoding.registered.update(OWN)
     yield
     for name in OWN:
@@ -310,7 +311,7 @@ def registered():
 
 
 OPENED, FORBIDDEN = [], []
-"""What was opened of the paths to watch."""
+"""The opened files among the watched paths."""
 
 
 def watch(event, args):
@@ -337,7 +338,7 @@ def paths(tmp_path_factory):
 
 @st.composite
 def spelled(draw, file, layered):
-    """An encoding that names this file, as a config may write it."""
+    """An encoding that names this file, in a spelling that a config can have."""
     called, options = draw(
         st.sampled_from(
             [
@@ -386,7 +387,7 @@ def documents(draw, file):
         }, encoding
     if place == "pair":
         return {"model_type": "encoder-decoder", "encoder": {"model_type": "bert"}, "decoder": patched}, encoding
-    if place in ("where", "options"):  # one of a stack by itself, or options for that of the whole
+    if place in ("where", "options"):  # an encoding of one layer stack, or options for an encoding of the whole model
         options = {name: value for name, value in encoding.items() if name != "type"}
         inner, outer = (encoding, {"type": "t5"}) if place == "where" else (options, {"type": encoding["type"]})
         roles = draw(st.permutations(["encoder", "decoder"]))
@@ -396,7 +397,7 @@ def documents(draw, file):
 
 
 def path_objects(value):
-    """All of them in a canonical encoding."""
+    """All paths in a canonical encoding."""
     if isinstance(value, dict):
         return [each for inner in value.values() for each in path_objects(inner)]
     if isinstance(value, tuple):
@@ -411,7 +412,7 @@ def test_a_path_in_a_config_is_never_opened(paths, data):
     document, encoding = data.draw(documents(file))
     named = configuration.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
     assert path_objects(named) == [Path(file)] * str(encoding).count(file)
-    folder = paths / "model"  # without the pipe, which is an error by itself
+    folder = paths / "model"  # without the pipe, which raises an error itself
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document))
     kind = hf_posenc.PosEncBertModel
@@ -428,14 +429,14 @@ def test_a_path_in_a_config_is_never_opened(paths, data):
         lambda: kind.config_class.from_json_file(folder / "config.json"),
         lambda: kind.from_pretrained(folder, position_encoding="learned"),
     ):
-        with suppress(ValueError, OSError):  # of a config for another class
+        with suppress(ValueError, OSError):  # if the config is for another class
             load()
     assert not OPENED
 
 
 @pytest.mark.filterwarnings("ignore:.*test_security.py can.t be saved with the model")
 def test_a_path_in_code_is_opened_and_not_saved(paths, tmp_path):
-    """Given as a string to a function, or as a `Path` in a config."""
+    """The path is a string argument of a function, or a `Path` in a config."""
     FORBIDDEN.clear()
     file = str(paths / "table.safetensors")
     options = {"storage": "memory-mapped", "file": file, "max_length": 16}
@@ -467,7 +468,7 @@ def test_an_option_that_names_a_file_has_a_default():
             file: Path
 
 
-# Checkpoints of a stranger's, each loaded in one new process that notes every file it opens and every code that runs.
+# Untrusted checkpoints, each loaded in one new process that records every opened file and all code that runs.
 
 PAYLOAD = """
 from pathlib import Path
@@ -488,7 +489,7 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory):
-    """What came of each checkpoint, and the local Hub that was asked."""
+    """The result for each checkpoint, and the local Hub with its requests."""
     root = tmp_path_factory.mktemp("strangers")
     marker = str(root / "ran.txt")
 
@@ -546,8 +547,9 @@ def strangers(tmp_path_factory):
 
 
 def test_no_code_of_a_checkpoint_runs(strangers):
-    """Without the package and without trust there is an error; with the package its own classes are used, and even
-    trust_remote_code=True doesn't turn to the checkpoint's code."""
+    """Without the package and trust_remote_code=True, loading raises an error. With the package, its own classes are used, even
+    with trust_remote_code=True.
+    """
     loaded, _ = strangers
     assert "trust_remote_code=True" in loaded["without the package"]["error"]
     for name in ("code", "code trust_remote_code"):
@@ -578,7 +580,9 @@ def test_weights_outside_the_folder_or_that_do_not_fit(strangers):
 
 
 def test_a_config_names_no_place_to_go_to(strangers):
-    """`name_or_path` of the host is a name to show: neither loading nor pushing opens it, or asks for it beyond a repo id."""
+    """`name_or_path` of the original model is only shown. Loading and pushing don't open it, and request it only
+    as a repo id.
+    """
     loaded, hub = strangers
     for number, place in enumerate(PLACES):
         result = loaded[f"place{number}"]

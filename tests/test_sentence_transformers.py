@@ -1,4 +1,4 @@
-"""Patched models in sentence-transformers: as encoders, in training, as cross-encoders."""
+"""Patched models in sentence-transformers: as encoders, in training, and as cross-encoders."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_sentence_transformer(minilm, tmp_path):
     assert next(model.parameters()) is next(stock_model.parameters())
     embeddings = model.encode(texts)
     fewer = torch.from_numpy(model.encode(["positions " * 515])[0])
-    assert_apart(fewer, torch.from_numpy(embeddings[0]))  # not cut before 530 words
+    assert_apart(fewer, torch.from_numpy(embeddings[0]))  # not truncated before 530 words
     model.save_pretrained(str(tmp_path / "saved"))
     torch.save((texts, torch.from_numpy(embeddings)), tmp_path / "expected.pt")
     loaded, back = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-2:]
@@ -61,8 +61,9 @@ for folder in sys.argv[1:]:
 
 
 def test_the_length_follows_the_model(minilm, tmp_path):
-    """Without a limit nothing is cut, also after reloading, which takes config.max_position_embeddings for a limit. unpatch
-    brings the length before back."""
+    """Without a length limit, nothing is truncated, even after reloading, which uses config.max_position_embeddings as the
+    limit. `unpatch` restores the previous length.
+    """
     from sentence_transformers import SentenceTransformer
 
     stock_model = SentenceTransformer(minilm, device="cpu")
@@ -109,7 +110,7 @@ def test_sentence_transformer_from_a_patched_folder(host, tokenizer, tmp_path):
 
 
 def test_sentence_transformer_in_training(minilm, tmp_path):
-    """The encoding is trained, the checkpoint reloads equal, and its card describes the patched model."""
+    """Training changes the encoding, the checkpoint reloads unchanged, and its card describes the patched model."""
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,

@@ -1,4 +1,4 @@
-"""Time series of several channels: PatchTST.
+"""Time series with several channels: PatchTST.
 
 Shapes: B batch, C channels, L patches, H heads, E head_dim, D hidden_size.
 """
@@ -23,7 +23,7 @@ KINDS = {
     "class token": {"use_cls_token": True},
     "after": {"use_cls_token": True, "pre_norm": False, "norm_type": "layernorm"},
 }
-"""Name -> config: a table of sines, a learned one, a class token before the patches, norms after each sublayer."""
+"""Name -> config: a sinusoidal table, a learned one, a class token before the patches, or norms after each sublayer."""
 ENCODINGS = ("none", "sinusoidal", "learned", "rope", "alibi", "shaw")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -37,7 +37,7 @@ def patched(model, encoding, **options):
 
 
 def series(seed=0):
-    """`[B, time, C]`."""
+    """A series `[B, time, C]`."""
     return torch.randn(B, L * PATCH, C, generator=torch.Generator().manual_seed(seed))
 
 
@@ -48,7 +48,7 @@ def reordered(values, order):
 
 @torch.no_grad()
 def states(model, values):
-    """`[B, C, tokens, D]`."""
+    """Hidden states `[B, C, tokens, D]`."""
     return model(values).last_hidden_state
 
 
@@ -58,7 +58,7 @@ def sine(position, index):
 
 
 def alibi(head, query, key):
-    """Of a bidirectional attention."""
+    """The bias of ALiBi in a bidirectional attention."""
     return -(2.0 ** (-8 * (head + 1) / H)) * abs(key - query)
 
 
@@ -67,9 +67,10 @@ VECTORS = torch.tensor([[sine(position, index) for index in range(D)] for positi
 
 @torch.no_grad()
 def by_loops(model, values, bias=None, inject=None):
-    """`[B, C, tokens, D]` in float64: each channel by itself, and each query of each head. The first token is a class token.
+    """Hidden states `[B, C, tokens, D]` in float64, for each channel, and for each query of each head. The first token is a
+    class token.
 
-    bias: head, position of the query, that of the key -> what is added to a score. inject: where VECTORS are added.
+    bias: a function of head, query position, and key position that is added to a score. inject: where VECTORS are added.
     """
     model = copy.deepcopy(model).double()
     encoder, (values, *_) = model.encoder, model.scaler(values.double(), torch.ones_like(values).double())
@@ -93,14 +94,14 @@ def norm(module, hidden):
 
 
 def attention(module, hidden, bias):
-    """`[tokens, D]`."""
+    """Attention output `[tokens, D]`."""
     queries, keys, values = (project(hidden).unflatten(-1, (H, E)) for project in (module.q_proj, module.k_proj, module.v_proj))
     heads = torch.empty_like(queries)
     for head in range(H):
         for i, query in enumerate(queries[:, head]):
             scores = torch.stack([query @ key / math.sqrt(E) for key in keys[:, head]])
             for j in range(1, len(scores)):
-                if bias is not None and i > 0:  # the class token is at no distance
+                if bias is not None and i > 0:  # the class token has no distance
                     scores[j] += bias(head, i - 1, j - 1)
             heads[i, head] = scores.softmax(dim=-1) @ values[:, head]
     return module.out_proj(heads.flatten(-2))
@@ -123,7 +124,9 @@ def test_by_loops(encoding, options, expected):
 
 @every_kind
 def test_order(kind):
-    """Without positions none is known, neither of patches nor, with any encoding, of channels."""
+    """Without positions, the model doesn't distinguish orders of patches. With any encoding, it doesn't distinguish orders of
+    channels.
+    """
     model, values, order = stock(kind), series(), torch.tensor([3, 1, 5, 0, 2, 4])
     tokens = torch.cat([torch.arange(0, 1), 1 + order]) if model.config.use_cls_token else order
     assert_apart(states(model, reordered(values, order)), states(model, values)[:, :, tokens])
@@ -136,7 +139,7 @@ def test_order(kind):
 
 @pytest.mark.parametrize("kind", ["computed", "learned"])
 def test_unpatch(kind):
-    """Bit by bit, with the table trained or not as it was."""
+    """The unpatched model is bit-identical to the original, for a trained or fixed table."""
     model, values = stock(kind), series()
     table = model.encoder.positional_encoder.position_enc
     assert table.requires_grad == (kind == "learned")
@@ -158,7 +161,7 @@ def test_attention_to_channels_is_refused(tmp_path):
 
 @every_kind
 def test_its_own_table(kind):
-    """As a learned encoding the table gives what the model gives, but for the row of the class token."""
+    """The table as a learned encoding gives the original output, except for the row of the class token."""
     model = stock(kind)
     if model.config.use_cls_token:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`position_encoding` of a config: one form, parsed once, written back as it was read."""
+"""`position_encoding` of a config has one form, is parsed once, and is written as it was read."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_round_trips(case):
-    """Of what is written the spec is equal, and it is written alike; also through JSON."""
+    """Parsing a written spec gives an equal spec, which is written equally, also through JSON."""
     given = copy.deepcopy(GIVEN[case])
     spec = PositionSpec.parse(given)
     assert given == GIVEN[case]
@@ -63,7 +63,7 @@ def test_canonical_form():
 
 
 def test_frozen():
-    """What is written is a copy."""
+    """The written dict is a copy."""
     spec = PositionSpec.parse({**GIVEN["parts with layers"], "original": HOST})
     written = spec.to_dict()
     written["rope"]["theta"], written["alibi"]["layers"] = 3.0, []
@@ -117,7 +117,7 @@ def test_malformed():
     for given, words in MALFORMED.values():
         with pytest.raises(ValueError, match=words):
             PositionSpec.parse(given)
-        if given is not None:  # a config without an encoding is one; only building the model asks for it
+        if given is not None:  # a config without an encoding is valid, and only building the model needs one
             with pytest.raises(ValueError, match=words):
                 hf_posenc.PosEncBertConfig(position_encoding=given)
 
@@ -133,7 +133,7 @@ def test_huge_values_are_refused_quickly():
 
 
 def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_hubs_cache):
-    """A folder may have a name like an id, and not be there any more when the model is patched."""
+    """A directory can have a name like a repo id, and may be missing when the model is patched."""
     monkeypatch.chdir(tmp_path)
     stock("bert").save_pretrained("team/secret")
     model = AutoModel.from_pretrained("team/secret")
@@ -149,7 +149,7 @@ def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_
 
 
 def test_host_spec(in_the_hubs_cache):
-    """A folder is no host; nor is its name, which earlier versions saved."""
+    """A directory isn't a base model. Neither is its name, which earlier versions saved."""
     for name in ("bert", "../me/base", "./base", "/me/base", "~/base", "C:/base", "me/base/", "checkpoint 7"):
         assert OriginalSpec.parse({**HOST, "name_or_path": name}).name_or_path == ""
     assert OriginalSpec.parse(None) is None and OriginalSpec.parse({**HOST, "rows": None}).rows is None
@@ -162,7 +162,7 @@ def test_host_spec(in_the_hubs_cache):
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """What PositionSpec.parse was called with."""
+    """The arguments of PositionSpec.parse."""
     calls, parse = [], PositionSpec.parse.__func__
 
     def counting(cls, given, in_code=False):
@@ -175,7 +175,7 @@ def parsed(monkeypatch):
 
 @pytest.mark.parametrize("host", ["bert", "llama"])
 def test_parsed_once(host, parsed, tmp_path):
-    """By patching, by reading a config, by loading a model."""
+    """The spec is parsed once for patching, for reading a config, and for loading a model."""
     new = hf_posenc.patch(stock(host, HOSTS[host].head), "sinusoidal+shaw")
     assert len(parsed) == 1
     new(tokens())
@@ -220,7 +220,7 @@ def test_building_a_model_leaves_its_config(host, encoding):
 
 
 def test_configs_are_compared_copied_and_pickled(tmp_path):
-    """And saved, without what was parsed."""
+    """They are saved also, without the parsed spec."""
     model = patched("llama", {"type": "rope+shaw", "rope__layers": [0], "shaw__layers": [1]})
     config = model.config
     assert PARSED in vars(config)
@@ -254,7 +254,7 @@ def test_merged():
 
 
 def test_merged_with_an_alias():
-    """An alias asks for its own options."""
+    """An alias sets its own options."""
     saved = PositionSpec.parse("shaw").to_dict()
     assert saved["terms"] == "keys"
     assert PositionSpec.parse(merged(saved, "relative_key_query")).options["terms"] == "keys+queries"
@@ -265,7 +265,7 @@ def test_merged_with_an_alias():
 
 @pytest.mark.parametrize("spelling", [{"absolute": {"std": 3.0}}, {"absolute__std": 3.0}, {"learned": {"std": 3.0}}])
 def test_options_are_overridden_in_any_spelling(spelling, tmp_path):
-    """Aliases and flat keys, of a stack and on loading; the others stay as they are."""
+    """Aliases and flat keys override options of a layer stack and on loading. Other options are unchanged."""
     outer = {"type": "learned+alibi", "learned": {"init": "sinusoidal"}, "max_length": 9}
     spec = PositionSpec.parse({**outer, "where": {"encoder": {}, "decoder": spelling}})
     expected = {"init": "sinusoidal", "std": 3.0}

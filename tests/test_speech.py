@@ -1,4 +1,4 @@
-"""Speech encoders: convolutional positions, relative attentions of Conformers, front ends and convolutions that stay."""
+"""Speech encoders: convolutional positions, relative attentions of Conformers, and front ends and convolutions that stay."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CONVOLUTIONAL = {
     "wavlm": sensed("WavLM", "audio", **WAVE, num_buckets=16, max_bucket_distance=20),
 }
 POOLED = ("sew", "sew-d")
-"""Each of their tokens is made of two frames."""
+"""Each of their tokens consists of two frames."""
 ADAPTER = dict(add_adapter=True, num_adapter_layers=1, adapter_kernel_size=3, adapter_stride=2)
 HOSTS = {**CONVOLUTIONAL, **CONFORMERS}
 HOSTS["wav2vec2-bert-adapter"] = sensed("Wav2Vec2Bert", "audio", **HOSTS["wav2vec2-bert"].sizes | ADAPTER)
@@ -37,7 +37,7 @@ def patched(model, encoding, **options):
 
 
 def sound(host, length=400, batch=2, seed=1):
-    """Waves or mel features, by the name under which the host takes them."""
+    """Waves or mel features, under the name of the model's argument."""
     generator = torch.Generator().manual_seed(seed)
     if host in CONVOLUTIONAL or host == "wav2vec2-conformer":
         return {"input_values": torch.randn(batch, length, generator=generator)}
@@ -49,7 +49,7 @@ def order_of(length):
 
 
 def encoded(model, host, move):
-    """What the last layer answers, with the tokens that enter the encoder in another order or not."""
+    """The output of the last layer, optionally with the encoder's input tokens in another order."""
     size, path = (2, "feature_dropout") if host in POOLED else (1, "feature_projection")
     layers = model.encoder.encoder.layer if host == "sew-d" else model.encoder.layers
     answers = []
@@ -77,7 +77,7 @@ def encoded(model, host, move):
 
 
 def attended(model, host, move):
-    """What the first attention answers in a forward pass, with the frames that it is given in another order or not."""
+    """The output of the first attention in a forward pass, optionally with its input frames in another order."""
     attention = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
     answers = []
 
@@ -98,7 +98,7 @@ def attended(model, host, move):
 
 
 def apart(function, model, host):
-    """By what part of the largest answer the answers change when what they are of changes places."""
+    """The change of the outputs when their inputs are permuted, relative to the largest output."""
     answer, moved = (function(model, host, move=move) for move in (False, True))
     return (answer[:, order_of(answer.shape[1])] - moved).abs().max() / answer.abs().max()
 
@@ -106,7 +106,7 @@ def apart(function, model, host):
 @every_convolutional
 @torch.no_grad()
 def test_the_order_of_frames_is_gone_and_comes_back(host):
-    """Behind the front end."""
+    """The frames are permuted after the front end."""
     model, turn = stock(host), [*CONVOLUTIONAL].index(host) % 4
     assert apart(encoded, model, host) > 1e-2
     assert apart(encoded, hf_posenc.patch(model, "none"), host) < 1e-4
@@ -117,7 +117,7 @@ def test_the_order_of_frames_is_gone_and_comes_back(host):
 @every_conformer
 @torch.no_grad()
 def test_a_conformers_attention_knows_order_by_the_encoding_alone(host):
-    """What its convolutions see in each layer stays, so it is judged at the attention."""
+    """The convolutions in each layer still see order, so the test checks the attention."""
     model = stock(host)
     assert apart(attended, model, host) > 1e-2
     assert apart(attended, hf_posenc.patch(model, "none"), host) < 1e-4
@@ -142,7 +142,7 @@ def test_what_a_convolution_has_learned_is_kept():
 @every_convolutional
 @torch.no_grad()
 def test_vectors_are_added_in_the_convolutions_place(host):
-    """As if the host's convolution answered a table of sines."""
+    """The output equals that of the original model with a sinusoidal table as output of its convolution."""
     model = stock(host, **({"relative_attention": False} if host == "sew-d" else {}))
     if host == "wavlm":
         model.encoder.layers[0].attention.rel_attn_embed.weight.zero_()
@@ -170,15 +170,15 @@ def test_vectors_are_added_in_the_convolutions_place(host):
         *((host, "sinusoidal+rope+shaw") for host in ("wavlm", "sew-d", "wav2vec2-bert", "parakeet")),
         *(
             (host, OF_LENGTH) for host in ("wavlm", "sew-d", "wav2vec2-bert")
-        ),  # Parakeet makes its mask of frames within its stack
+        ),  # Parakeet makes its mask of frames within its layer stack
     ],
 )
 @torch.no_grad()
 def test_padding_and_backends(host, encoding):
-    """Frames beside padding give what they give alone, by every implementation."""
+    """Frames next to padding give the same output as they do alone, in every implementation."""
     new = patched(stock(host), encoding)
     (name, long), *_ = sound(host).items()
-    short = long[:1, : long.shape[1] * 5 // 8]  # an even number of frames, for those which pool them
+    short = long[:1, : long.shape[1] * 5 // 8]  # an even number of frames, for models that pool them
     mask = torch.ones(long.shape[:2], dtype=torch.long)
     mask[0, short.shape[1] :] = 0
     long[0, short.shape[1] :] = 0
@@ -201,11 +201,11 @@ def bare_wavlm(**changes):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # of the stock model
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # from the original model
 @pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
 def test_wavlms_attention_is_the_hosts(masked):
-    """Its probabilities, too, which are the heads' mean."""
+    """Its probabilities, which are the heads' mean, are equal also."""
     model, inputs = bare_wavlm(), sound("wavlm")
     if masked:
         inputs["attention_mask"] = (torch.arange(400) < torch.tensor([[400], [250]])).long()
@@ -226,11 +226,11 @@ def test_wavlms_attention_drops_out_as_the_hosts():
 
 
 def test_recognition_learns():
-    """Also while Wav2Vec2 hides frames."""
+    """Training also works while Wav2Vec2 masks frames."""
     model = patched(stock("wav2vec2", "ForCTC", ctc_loss_reduction="mean"), "sinusoidal+rope+shaw").train()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(3):
-        set_seed(3)  # numpy's, too, by which frames are chosen
+        set_seed(3)  # includes numpy's seed, which chooses the frames
         loss = model(**sound("wav2vec2"), labels=torch.tensor([[3, 4, 5], [6, 7, 8]])).loss
         loss.backward()
         assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "posenc" in name)
@@ -254,7 +254,7 @@ def test_what_stays_is_said():
 
 
 def test_a_promised_length_counts_frames():
-    """Also where nothing is added to the inputs."""
+    """The limit applies even if nothing is added to the inputs."""
     new = hf_posenc.patch(stock("wav2vec2"), "alibi", max_length=20)
     first(new(**sound("wav2vec2", length=200)))
     with pytest.raises(ValueError, match="39 positions.* max_length=20"):
@@ -262,7 +262,7 @@ def test_a_promised_length_counts_frames():
 
 
 def test_an_adapters_layers_are_taken():
-    """Its convolutions make fewer tokens, whose positions are counted anew."""
+    """The adapter's convolutions make fewer tokens, whose positions are counted again."""
     model = stock("wav2vec2-bert-adapter")
     new = hf_posenc.patch(model, "alibi")
     names = [f"adapter.layers.0.{name}" for name in ("residual_conv", "self_attn_conv")]
@@ -277,7 +277,7 @@ def test_an_adapters_layers_are_taken():
 def test_unsupported():
     convolved = stock("wav2vec2")
     convolved.encoder.layers[0].attention.k_proj = torch.nn.Conv1d(32, 32, 3, padding=1)
-    rotating = stock("wav2vec2-conformer", position_embeddings_type="rotary")  # hidden states, before it projects them
+    rotating = stock("wav2vec2-conformer", position_embeddings_type="rotary")  # rotates hidden states, before it projects them
     for model, reason in (
         (convolved, "order-sensitive convolutions"),
         (rotating, "unknown format of rotary positions"),
@@ -289,7 +289,7 @@ def test_unsupported():
 
 @torch.no_grad()
 def test_patches_of_a_series():
-    """TimesFM's stack asks for the vectors of so many positions, and gets ours."""
+    """TimesFM's layer stack requests the vectors of this many positions, and gets those of hf-posenc."""
     model = tiny("TimesFmModel", head_dim=8, patch_length=4, use_positional_embedding=True)
     values = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
     inputs = {"past_values": values, "past_values_padding": torch.zeros(2, 32), "freq": torch.zeros(2, 1, dtype=torch.long)}
@@ -305,7 +305,7 @@ def test_patches_of_a_series():
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "encoding"), [("SeamlessM4T", "learned+transformer_xl"), ("SeamlessM4Tv2", "learned+shaw")])
 def test_seamless_translates_speech(name, encoding):
-    """A Conformer, an adapter that pools, and a decoder with a cross-attention."""
+    """The model has a Conformer, an adapter that pools, and a decoder with a cross-attention."""
     model = tiny(f"{name}ForSpeechToText", feature_projection_input_dim=16, num_adapter_layers=1, max_source_positions=64)
     inputs = {**sound("seamless", batch=1), "decoder_input_ids": torch.tensor([[3, 8, 5, 9]])}
     assert hf_posenc.inspect(model).encoding == encoding

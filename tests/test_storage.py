@@ -1,4 +1,4 @@
-"""Frozen tables of 'learned': rows of int8, and rows that stay in a safetensors file."""
+"""Frozen tables of 'learned': int8 rows, and rows that stay in a safetensors file."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ INT8, MAPPED = {"type": "learned", "storage": "int8"}, {"type": "learned", "stor
 
 
 def table(rows=ROWS, size=D, seed=0):
-    """Rows of very different sizes, one of zeros."""
+    """Rows of very different sizes, one of them zero."""
     rows = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-4, 3, rows)[:, None]
     rows[3] = 0
     return rows
@@ -42,7 +42,7 @@ def layer(storage="memory-mapped", rows=ROWS, **options):
 
 
 def vectors(model, positions=None):
-    """What a layer adds, `[L, D]`."""
+    """The vectors that a layer adds, `[L, D]`."""
     positions = torch.arange(ROWS) if positions is None else positions
     return model(torch.zeros(1, len(positions), D), position_ids=positions)[0]
 
@@ -74,7 +74,7 @@ def test_int8_is_within_half_a_step(tmp_path):
     expected, steps = by_hand(rows)
     given = vectors(frozen).double()
     assert ((given - rows.double()).abs() <= steps * (0.5 + 1e-5)).all()
-    off = (given - expected).abs() > steps * 1e-5  # float32 may round what lies halfway to the other side
+    off = (given - expected).abs() > steps * 1e-5  # float32 may round values halfway between two steps to the other side
     assert off.sum() < 3 and torch.equal(vectors(frozen)[3], torch.zeros(D))
     held = {name: tensor.dtype for name, tensor in frozen.posenc.named_buffers()}
     assert held == {"values": torch.int8, "steps": torch.float32} and not [*frozen.parameters()]
@@ -146,7 +146,7 @@ def test_rows_in_many_blocks_and_beyond(tmp_path):
 
 
 def test_models_come_back_in_a_new_process(tmp_path):
-    """Whole and without their head; in one file and in several; by name, from a folder that has been moved."""
+    """They load with and without their head, from one file and from several, by name, and from a directory that was moved."""
     expected, old, new = {}, tmp_path / "first", tmp_path / "second"
     file = filed(tmp_path, table(LENGTH))
     for name, given, arguments in (
@@ -172,7 +172,7 @@ def test_models_come_back_in_a_new_process(tmp_path):
     os.remove(file)
     torch.save(expected, new / "expected.pt")
     in_process("seen", new)
-    # The body of a model with a head, and a head around a body.
+    # The body of a model with a head, and a head for a saved body.
     body = AutoModel.from_pretrained(new / "shards")
     assert torch.equal(first(body(tokens())), expected["shards-body"]["output"])
     AutoModelForMaskedLM.from_pretrained(new / "shards-body")
@@ -232,7 +232,7 @@ def test_copies_share_the_table_and_pickles_name_its_file(tmp_path):
     assert len(pickled) < 10_000
     assert torch.equal(vectors(pickle.loads(pickled)), table(1000)[:ROWS])
     (tmp_path / "table.safetensors").rename(tmp_path / "elsewhere")
-    assert torch.equal(vectors(model), table(1000)[:ROWS])  # it is open
+    assert torch.equal(vectors(model), table(1000)[:ROWS])  # the file is open
     with pytest.raises(ValueError, match=r"table.safetensors: No such file or directory. Restore"):
         pickle.loads(pickled)
     filed(tmp_path, table(999))
@@ -281,7 +281,7 @@ def test_training_goes_on_around_frozen_tables(tmp_path):
         assert torch.equal(model.base_model.posenc("embed", torch.arange(LENGTH)), before)
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A teacher that reads long texts in windows. Here it says of each token what it is and where it lies in its window."""
+"""A teacher that reads long texts in windows. Here, its states show the id and the window position of each token."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def cut(tmp_path):
 
 
 class Teacher:
-    """States: the token's id, its place in the window, and the first token behind [CLS]."""
+    """States: the token's id, its position in the window, and the first token after [CLS]."""
 
     def __init__(self):
         self.windows = []
@@ -55,7 +55,7 @@ def test_the_window_in_which_a_token_lies_most_centrally(cut, size, side):
         windows = [window for window in teacher.windows if window[1] in row]
         assert all(len(window) <= USABLE and window[0] == CLS and window[-1] == SEP for window in windows)
         for index, token in enumerate(row[1:-1]):
-            # How far the window's edge is; the text's own ends aren't edges.
+            # The distance to the window's edge. The ends of the text don't count as edges.
             room = {}
             for window in windows:
                 if token in window[1:-1]:

@@ -20,7 +20,7 @@ def texts(path):
 
 @pytest.fixture
 def others(tmp_path, monkeypatch):
-    """Files that a pattern or a URL would find instead; the current folder is theirs."""
+    """Files that a pattern or a URL would match instead, in the current directory."""
     for name in ("a.txt", "b.txt", "ax.txt", "x.txt", "d/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("wrong\n")
@@ -140,7 +140,7 @@ def test_bad_values(tmp_path, line, words):
 
 @pytest.mark.parametrize("name", ["it.txt", "it.jsonl", "it.csv", "it.json"])
 def test_a_line_of_a_gigabyte(tmp_path, name):
-    """It takes the memory of the longest line that is allowed. (The file is sparse: zeros that the disk doesn't hold.)"""
+    """Reading needs the memory of the longest allowed line. (The file is sparse: its zeros use no disk space.)"""
     json, path = name == "it.json", tmp_path / name
     with path.open("wb") as file:
         file.write(b'[{"text": "' if json else b'{"text": "')

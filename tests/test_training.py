@@ -1,4 +1,4 @@
-"""The training scripts: runs that are killed, resumed, cut over processes, refused; tiny models, processes of their own."""
+"""The training scripts: killed, resumed, distributed, and invalid runs of tiny models, each in separate processes."""
 
 import itertools
 import json
@@ -29,12 +29,12 @@ from hf_posenc.training import models as training_models
 from models import HOSTS, LENGTH, randomize, slow, stock
 
 CLOSE = dict(rel=1e-4, abs=1e-5)
-"""Of losses after the same steps, computed in another order."""
+"""The tolerance for losses after the same steps, computed in another order."""
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a tiny BERT with dropout, one without, a GPT-2 without pad token, their tokenizers, and texts."""
+    """A directory with a tiny BERT with dropout, one without, a GPT-2 without a pad token, their tokenizers, and texts."""
     path = tmp_path_factory.mktemp("tiny")
     models = {
         "bert": stock("bert", "ForMaskedLM"),
@@ -53,7 +53,7 @@ def tiny(tmp_path_factory):
 
 
 def line(tiny, output, *more, model="bert", train="train.txt", validation="validation.txt"):
-    """The flags of a short run; flags in `more` win."""
+    """The flags of a short run. Flags in `more` take precedence."""
     given = ["--model_name_or_path", tiny / model, "--train_file", tiny / train, "--output_dir", output]
     given += ["--validation_file", tiny / validation] if validation else []
     return [*given, "--max_train_steps", 8, "--learning_rate", "0.01", "--per_device_train_batch_size", 4, *more]
@@ -70,7 +70,7 @@ def record(folder, name="all_results"):
 
 
 def assert_same(one, other, name="all_results"):
-    """Losses, evaluations and weights, bit for bit."""
+    """Losses, evaluations, and weights are bit-identical."""
     for key in ("losses", "evaluations", "best_step"):
         assert record(one, name)[key] == record(other, name)[key], key
     expected, actual = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
@@ -78,7 +78,7 @@ def assert_same(one, other, name="all_results"):
 
 
 def write_labels(tiny, folder):
-    """The flags for texts with a label each."""
+    """The flags for texts with one label each."""
     rows = [{"text": text, "label": text.split()[0][-1]} for text in (tiny / "train.txt").read_text().split("\n\n")]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return ["--train_file", folder / "train.jsonl", "--validation_file", folder / "train.jsonl"]
@@ -94,7 +94,7 @@ LATEST = ("--resume_from_checkpoint", "latest")
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory, launch):
-    """A run with dropout, masking, accumulation, evaluations and a best model, that nobody disturbs."""
+    """An uninterrupted run with dropout, masking, accumulation, evaluations, and a best model."""
     output = tmp_path_factory.mktemp("whole") / "out"
     said = good(launch("train_mlm", *line(tiny, output, *KEEPING, *LATEST)))
     assert f"{output} has no complete checkpoint" in said
@@ -108,7 +108,7 @@ def whole(tiny, tmp_path_factory, launch):
     ("kill", "left"),
     [
         (("hf_posenc.serialization.atomic._move", 7), "step_6"),  # after two for each of three best models
-        # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
+        # The files of step_3 (the optimizer, random states, progress, scheduler), and then those of step_6.
         *(slow(("torch.save", number), "step_3" if number > 4 else None) for number in (1, 4, 5, 8)),
         slow(("hf_posenc.training.loop.Run._step", 2), None),
         slow(("hf_posenc.training.loop.Run._evaluate", 2), "step_3"),
@@ -148,7 +148,7 @@ def test_each_script_resumes_exactly(tiny, tmp_path, launch, script, more, model
     folders = [tmp_path / "whole", tmp_path / "killed"]
     lines = [line(tiny, folder, "--checkpointing_steps", 3, *more, *LATEST, model=model) for folder in folders]
     good(launch(script, *lines[0]))
-    # What a killed run leaves: its first checkpoint, and the best model until then.
+    # The files that a killed run would leave: its first checkpoint, and the best model until then.
     *_, (oldest, about) = checkpoints.found(folders[0])
     for left in (oldest.name, f"best_{about['best_step']}"):
         if (folders[0] / left).exists():
@@ -174,9 +174,9 @@ def torchrun(*arguments, **environment):
 
 @pytest.mark.slow
 def test_a_worker_is_killed_and_torchrun_starts_all_again(tiny, tmp_path, launch):
-    """The real launcher, with kill -9 from outside."""
+    """The test uses the real launcher, with kill -9 from outside."""
     more = ("--checkpointing_steps", 2, *LATEST, "--position_encoding", "t5", "--max_train_steps", 40)
-    # Poisoned memory would draw other weights for the encoding.
+    # Poisoned memory would give other initial weights for the encoding.
     good(launch("train_mlm", *line(tiny, tmp_path / "whole", *more), processes=2, poison=False))
     killed, deadline = None, time.monotonic() + 120
     with torchrun(*line(tiny, tmp_path / "out", *more), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as run:
@@ -245,7 +245,7 @@ def test_what_a_resumed_run_may_not_change(tiny, tmp_path, launch, whole):
 
 
 def test_a_full_disk(tiny, tmp_path, launch, whole):
-    """The optimizer's file is larger than the limit, the weights are not."""
+    """The optimizer's file is larger than the limit, and the weights are smaller."""
     output = copy(whole, tmp_path, "step_3")
     arguments = line(tiny, output, *KEEPING, *LATEST, "--eval_steps", 20)
     manifest = output / "step_3" / "checkpoint.json"
@@ -279,8 +279,9 @@ def test_what_is_kept_and_what_is_cleared_away(tmp_path):
 
 
 def assert_close_runs(found, expected):
-    """The losses, gradients and evaluations of other processes with the same global batch. AdamW and clipping would hide
-    a factor of the gradients."""
+    """The losses, gradients, and evaluations equal those of other processes with the same global batch. AdamW and clipping
+    would hide a constant factor of the gradients.
+    """
     for name in ("losses", "gradient_norms"):
         assert found[name] == pytest.approx(expected[name], **CLOSE), name
     for after, before in zip(found["evaluations"], expected["evaluations"], strict=True):
@@ -304,7 +305,7 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
         good(launch(script, *line(tiny, tmp_path / str(processes), *more, *cut, model=model), processes=processes))
         found.append(record(tmp_path / str(processes), "distillation" if script == "distill" else "all_results"))
     assert_close_runs(found[1], found[0])
-    if "--checkpointing_steps" in more:  # one goes on where two stopped
+    if "--checkpointing_steps" in more:  # one process continues the run of two
         shutil.copytree(tmp_path / "2" / "step_4", tmp_path / "on" / "step_4")
         more = (*more, *LATEST, "--per_device_train_batch_size", 6, "--eval_steps", 8)
         good(launch(script, *line(tiny, tmp_path / "on", *more, model=model)))
@@ -313,7 +314,7 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
 
 @pytest.mark.slow
 def test_sharded_over_two_processes(tiny, tmp_path, launch):
-    """FSDP2 as the scripts do it: trains as one process, killed and resumed, saved as a whole."""
+    """FSDP2 in the scripts trains as one process does, resumes after a kill, and saves a complete model."""
     more = ("--position_encoding", "learned+shaw", "--eval_steps", 4, "--checkpointing_steps", 3, *LATEST)
     good(launch("train_mlm", *line(tiny, tmp_path / "one", *more, "--per_device_train_batch_size", 8, model="still")))
     arguments = line(tiny, tmp_path / "two", *more, model="still")
@@ -335,7 +336,7 @@ def test_sharded_over_two_processes(tiny, tmp_path, launch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("host", "encoding"), [("albert", "kerple"), ("mpnet", "learned"), ("llama", "shaw")])
 def test_models_of_all_kinds_train_in_two_processes(tiny, tmp_path, launch, host, encoding):
-    """With parameters that the loss doesn't reach, too; what is saved is what was trained."""
+    """This includes models with parameters that the loss doesn't use. The saved weights are the trained ones."""
     model = stock(host, HOSTS[host].head)
     model.save_pretrained(tmp_path / "model")
     vocabulary, pad = [*vocabularies.VOCABULARY], model.config.pad_token_id
@@ -353,12 +354,12 @@ def test_models_of_all_kinds_train_in_two_processes(tiny, tmp_path, launch, host
     assert all(weight.isfinite().all() for weight in weights.values()) and len(kept) < len(weights) / 4, kept
 
 
-# What goes wrong.
+# Errors.
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_row_that_ruins_the_loss(tiny, tmp_path, launch, processes):
-    """Step 5 is the first with the token whose embedding overflows: the state after step 4 stays the last."""
+    """Step 5 is the first with the token whose embedding overflows. The state after step 4 stays the last one."""
     order = data.endless(Dataset.from_dict({"number": list(range(43))}), 0, 0, 1)
     ruined = next(row["number"] for number, row in order if number == 18)
     arguments = line_with_a_ruined_token(tiny, tmp_path, 3e38, ruined)
@@ -371,7 +372,7 @@ def test_a_row_that_ruins_the_loss(tiny, tmp_path, launch, processes):
 
 
 def line_with_a_ruined_token(tiny, tmp_path, value, row):
-    """A model with `value` for the embedding of w55, which is in one row alone."""
+    """The flags for a model with `value` as the embedding of w55, which is in only one row."""
     model = BertForMaskedLM.from_pretrained(tiny / "still", tie_word_embeddings=False)
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[5 + 55] = value
@@ -392,7 +393,7 @@ def test_weights_that_are_not_finite_are_not_written(tiny, tmp_path, launch):
 
 @pytest.mark.parametrize("metrics", [{"eval_f1": 0.5, "eval_loss": math.nan}, {"eval_f1": math.inf, "eval_loss": 0.5}])
 def test_metrics_are_all_finite(metrics, tmp_path):
-    """Classes are predicted from outputs of NaN as well, so F1, by which the best model is chosen, may be finite."""
+    """Classes are predicted from NaN outputs also, so F1, which selects the best model, may be finite."""
     task = SimpleNamespace(evaluate=lambda *_: metrics, best_by="eval_f1", greater_is_better=True)
     run = object.__new__(loop.Run)
     run.accelerator, run.task = SimpleNamespace(is_main_process=False), task
@@ -431,7 +432,7 @@ def test_flags_refused(tmp_path, capsys):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    """Transformers makes one of special tokens for it, which reads every word as unknown."""
+    """Transformers builds a tokenizer of special tokens for it, which maps every word to unknown."""
     stock("bert").save_pretrained(tmp_path / "bare")
     with pytest.raises(SystemExit, match="bare has no tokenizer. Save the.*tokenizer there: AutoTokenizer"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
@@ -490,11 +491,11 @@ def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model
     assert not (tmp_path / "out").exists() and "step/s" not in said
 
 
-# What the flags do.
+# Effects of the flags.
 
 
 def test_positions_alone_are_trained(tiny, tmp_path, launch):
-    """With what is new of a classifier: its head, and BERT's pooler."""
+    """New parts of a classifier are trained also: its head, and BERT's pooler."""
     more = ("--position_encoding", "t5", "--train_positions_only", "--max_train_steps", 2, "--checkpointing_steps", 1)
     good(launch("finetune", *line(tiny, tmp_path / "out", *more, *write_labels(tiny, tmp_path), model="still")))
     before = BertForMaskedLM.from_pretrained(tiny / "still").state_dict()
@@ -508,7 +509,7 @@ def test_positions_alone_are_trained(tiny, tmp_path, launch):
 
 @pytest.fixture(scope="module")
 def causal(tiny, tmp_path_factory, launch):
-    """A run of train_clm, tracked and evaluated twice, with two accumulated batches to a step."""
+    """A run of train_clm with tracking, two evaluations, and two accumulated batches per step."""
     output = tmp_path_factory.mktemp("causal") / "out"
     more = ("--position_encoding", "alibi", "--gradient_accumulation_steps", 2, "--eval_steps", 4)
     good(launch("train_clm", *line(tiny, output, *more, "--with_tracking", "--report_to", "tensorboard", model="gpt2")))
@@ -516,7 +517,7 @@ def causal(tiny, tmp_path_factory, launch):
 
 
 def test_losses_are_those_of_the_model(tiny, causal):
-    """Computed again, without the scripts: the first step's loss, of all labels in two accumulated batches."""
+    """The first step's loss, over all labels in two accumulated batches, equals one computed without the scripts."""
     model = hf_posenc.patch(AutoModelForCausalLM.from_pretrained(tiny / "gpt2"), "alibi").double()
     tokenizer, texts = AutoTokenizer.from_pretrained(tiny / "gpt2"), (tiny / "train.txt").read_text().split("\n\n")
     order = torch.randperm(43, generator=torch.Generator().manual_seed(0))[:8]
@@ -604,7 +605,7 @@ def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path, launch):
 
 
 def test_scripts_learn(tiny, tmp_path, launch):
-    """After w7 comes w8: a causal model finds out."""
+    """w8 follows w7, and a causal model learns this."""
     (tmp_path / "train.txt").write_text("\n".join(" ".join(WORDS[i : i + 9]) for i in range(40)))
     files = ("--train_file", tmp_path / "train.txt", "--validation_split_percentage", 20, "--max_train_steps", 80)
     more = ("--position_encoding", "rope", "--from_scratch", "--lr_scheduler_type", "constant", "--num_train_epochs", 1)
@@ -662,7 +663,7 @@ def test_packed_blocks():
 
 
 def test_warned_where_texts_are_cut_or_fill_the_model(capsys):
-    """One long text is no reason to warn of most; models without a maximum length have room."""
+    """A single long text doesn't cause the warning about most texts. Models without a maximum length have room."""
     lengths = [10] * 19 + [13] * 19 + [11] * 5
     arguments, model = SimpleNamespace(position_encoding="alibi", model_name_or_path="it"), stock("bert")
     of_24 = "Warning: 1 of 100 training texts are truncated to 24 tokens. The 95th percentile of their lengths is 10 tokens.\n"
@@ -691,7 +692,7 @@ def test_warned_where_texts_are_cut_or_fill_the_model(capsys):
     ],
 )
 def test_advice_for_longer_texts_keeps_what_was_learned(host, encoding, flags):
-    """And is followed once, so that it works; random numbers are drawn as if it weren't."""
+    """The recommended command works. Random numbers are the same as without it."""
     model = stock(host) if encoding is None else hf_posenc.patch(stock(host), encoding, max_length=LENGTH)
     arguments = SimpleNamespace(position_encoding=None, model_name_or_path="a/it")
     state = torch.get_rng_state()
@@ -704,7 +705,9 @@ def test_advice_for_longer_texts_keeps_what_was_learned(host, encoding, flags):
 
 
 def test_masks_belong_to_rows(tiny):
-    """Whatever batch a row is in; anew in each epoch; about as many as asked for, by the usual three ways."""
+    """A row's masks don't depend on its batch, and change in each epoch. Their number is close to the requested one, with the
+    usual three kinds.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny / "bert")
     task = train_mlm.MaskedLanguageModeling(tokenizer, 0.15, seed=5)
     ids = tokenizer(" ".join(WORDS[:40])).input_ids

@@ -1,4 +1,6 @@
-"""The files of a user's own encodings, saved with a model: they load elsewhere, or aren't saved, and the reason is given."""
+"""The files of custom encodings, saved with a model. They either load elsewhere, or aren't saved and a warning gives the
+reason.
+"""
 
 import importlib
 import json
@@ -38,7 +40,7 @@ BESIDE = {
 
 
 def read():
-    """What a file is to do -> its module's name -> its text, and the words of its refusal."""
+    """Expected result of a file -> its module's name -> its text, and the words of the warning."""
     text = (ROOT / "tests" / "own_encodings.txt").read_bytes().decode()
     kinds = {"loads": {}, "fails": {}}
     for kind, name, body in re.findall(r"^=== (\w+): (.+)\n((?:(?!=== ).*\n)*)", text, re.MULTILINE):
@@ -59,9 +61,9 @@ KINDS = read()
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A folder of a user's modules, all imported, then some of them changed from outside."""
+    """A directory of a user's modules. All are imported, and some of them are changed afterwards."""
     folder = tmp_path_factory.mktemp("own")
-    installed = folder / "site-packages"  # where the package is
+    installed = folder / "site-packages"  # the directory of the package
 
     def path_of(name):
         return (installed if name.startswith("package") else folder) / name
@@ -79,9 +81,9 @@ def own(tmp_path_factory):
         patch.syspath_prepend(folder)
         patch.syspath_prepend(installed)
         patch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
-        patch.setattr(sys, "dont_write_bytecode", True)  # which may be taken for that of an edited file
+        patch.setattr(sys, "dont_write_bytecode", True)  # bytecode may be mistaken for that of an edited file
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the escape
+            warnings.simplefilter("ignore")  # about the escape sequence
             modules = {module: importlib.import_module(module) for module in texts}
         path = folder / "own_edited.py"
         path.write_text(path.read_text().replace("2.0", "3.0"))
@@ -92,7 +94,7 @@ def own(tmp_path_factory):
 
 
 def code_for(modules):
-    """What is saved for these encodings, together in one model."""
+    """The files that are saved for these encodings, together in one model."""
     classes = [hf_posenc.PositionEncoding.registered[type_of(module)] for module in modules]
     config = hf_posenc.PosEncBertConfig(hidden_size=32, num_attention_heads=4, position_encoding="none")
     return remote_code.files("hf_posenc.modeling.derived", [(cls, cls.checked_options({})) for cls in classes], config)
@@ -100,7 +102,7 @@ def code_for(modules):
 
 @pytest.fixture(scope="module")
 def saved(own, tmp_path_factory):
-    """Models with all encodings that load, and what a process without the package saw of them."""
+    """Models with all encodings that load, and the results of a process without the package that loaded them."""
     folder = tmp_path_factory.mktemp("saved")
     model = patched("bert", "+".join(map(type_of, KINDS["loads"])), "ForMaskedLM")
     model.save_pretrained(folder / "all")
@@ -113,7 +115,7 @@ def saved(own, tmp_path_factory):
 
 
 def test_files_are_copied_whole_and_bit_equal_elsewhere(own, saved):
-    """But for their imports of the package and of neighbours."""
+    """The copies are identical, except for imports of the package and of the user's other modules."""
     assert json.loads((saved / "seen.json").read_text())["all"]["equal"] == [True, True, True]
     modules = {"package", "package.helpers", "package.late", "package.inner", "package.inner.deep", *KINDS["loads"]}
     names = {f"posenc_own_{module.replace('.', '_')}.py" for module in modules}
@@ -171,7 +173,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_each_version_of_the_code_is_imported_once(module, tmp_path, caplog):
-    """And a line in the log for each file; the state of random numbers stays as it is."""
+    """The log has one line for each file, and the state of random numbers doesn't change."""
     layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
     drawn, started = (random.getstate(), torch.get_rng_state()), import_check._imported.cache_info().misses
     layer.save_pretrained(tmp_path / "model")
@@ -203,7 +205,7 @@ def test_each_version_of_the_code_is_imported_once(module, tmp_path, caplog):
 def test_values_that_were_changed_from_outside_are_refused(module, tmp_path, name, change):
     layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
     layer.save_pretrained(tmp_path / "model")
-    assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()  # the module's own name and folder differ in a copy
+    assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()  # the module's own name and directory differ in a copy
     change(module)
     with pytest.warns(UserWarning, match=rf"own_steps\.{name} is .* where the.*imported again"):
         layer.save_pretrained(tmp_path / "changed")

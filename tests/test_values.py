@@ -1,4 +1,6 @@
-"""What an attention adds to its output by its weights: shaw's vectors for values, and own encodings with `value_bias`."""
+"""Vectors that an attention adds to its output, depending on its weights: shaw's vectors for values, and custom encodings with
+`value_bias`.
+"""
 
 import math
 
@@ -33,7 +35,7 @@ def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# Positions of new tokens, how many keys are cached before them, whether they rise by one; and the positions of all keys.
+# Positions of new tokens, the number of cached keys, whether positions increase by one, and the positions of all keys.
 
 
 POSITIONS = {
@@ -48,7 +50,7 @@ POSITIONS = {
 @pytest.mark.parametrize("max_distance", [1, 3, 40])  # 40: more rows than distances
 @pytest.mark.parametrize(("positions", "past", "consecutive", "keys_at"), POSITIONS.values(), ids=POSITIONS)
 def test_sums_and_gradients(max_distance, positions, past, consecutive, keys_at):
-    """sum_j alpha_ij a_ij, term by term in float64."""
+    """The result is sum_j alpha_ij a_ij, term by term in float64."""
     encoding = hf_posenc.list_encodings()["shaw"](Geometry(18, 3, 6), max_distance=max_distance, terms="keys+values").double()
     table = encoding.value_weight.data = random(2 * max_distance + 1, 6, seed=9)
     queries, keys = len(positions[0]), len(keys_at[0])
@@ -79,7 +81,7 @@ def test_sums_and_gradients(max_distance, positions, past, consecutive, keys_at)
 @pytest.mark.parametrize("host", ["bert", "gpt2", "megatron-bert"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_an_attention_by_the_papers_equations(host, implementation):
-    """Equations 1 to 4 in float64, and the gradients of both tables, in an attention of a model."""
+    """An attention in a model follows equations 1 to 4 in float64, including the gradients of both tables."""
     model = patched(host).double()
     if implementation not in backends(model):
         pytest.skip(f"{host} has one implementation of attention")
@@ -144,10 +146,10 @@ def test_weights_are_those_behind_dropout(host, own_registry):
 @pytest.mark.parametrize("host", ["bert", "gpt2", "llama", "mpnet"])
 @torch.no_grad()
 def test_an_encoding_of_values_alone(host, own_registry):
-    """Masks that a host makes for SDPA (none, or boolean ones) are obeyed without a bias of scores, too."""
+    """Without a bias of scores, the model's masks for SDPA (none, or boolean ones) still apply."""
 
     class Means(hf_posenc.PositionEncoding, type="means"):
-        """The mean distance of what a query looks at, in each feature."""
+        """The mean distance from a query to the keys it attends to, in each feature."""
 
         def value_bias(self, weights, context):
             mean = (weights * context.distances(weights.shape[3])[:, None]).sum(-1, keepdim=True)
@@ -179,7 +181,7 @@ def attended(model):
 @pytest.mark.parametrize("kind", ["shaw+rope", "learned+shaw", "shaw+alibi"])
 @torch.no_grad()
 def test_compositions(kind):
-    """The vectors of values act beside the other part."""
+    """The vectors of values act in addition to the other part."""
     options = {"shaw__terms": "keys+values", "shaw__max_distance": 3}
     model = randomize_encoding(hf_posenc.patch(stock("bert"), kind, **options))
     expected = first(model(tokens(), attention_mask=MASK))
@@ -220,7 +222,7 @@ def test_attentions_can_be_had():
 
 
 def test_long_sums_in_half_precision():
-    """4,095 weights that one row serves sum up to a number which bfloat16 doesn't have."""
+    """4,095 weights of one row sum to a number that bfloat16 can't represent."""
     encoding = hf_posenc.list_encodings()["shaw"](Geometry(8, 1, 8), max_distance=1, terms="keys+values")
     torch.nn.init.ones_(encoding.value_weight)
     context = PositionContext(encoding, torch.tensor([[4095]]), 4095, torch.zeros(1, 1, dtype=torch.long))
@@ -232,7 +234,9 @@ def test_long_sums_in_half_precision():
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.no_grad()
 def test_tokens_aside(implementation, monkeypatch):
-    """A class token neither gives nor gets: its own output has the values alone, and theirs nothing of its weight."""
+    """A class token gets no vectors and gives none: its output uses only the values, and its weight adds nothing to other
+    outputs.
+    """
     stock = tiny("ViTModel", num_hidden_layers=1, image_size=16)
     model = randomize_encoding(hf_posenc.patch(stock, VALUES))
     model.set_attn_implementation(implementation)
@@ -255,7 +259,7 @@ def test_tokens_aside(implementation, monkeypatch):
 
 @torch.no_grad()
 def test_cross_attention():
-    """The distance of a decoder's token and an encoder's is that of their positions, without padding."""
+    """The distance between a decoder token and an encoder token is that of their positions, without padding."""
     model = hf_posenc.patch(
         tiny("BartModel", num_hidden_layers=1, decoder_layers=1), VALUES, where=["encoder", "decoder", "cross"]
     )
@@ -271,7 +275,7 @@ def test_cross_attention():
 
 
 def test_values_of_another_size():
-    """Latent attention has values of a size of their own, and so has the table."""
+    """Latent attention has values of a different size, and so does the table."""
     model = tiny("DeepseekV3Model", num_hidden_layers=1, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6)
     model = randomize_encoding(hf_posenc.patch(model, VALUES))
     posenc = model.layers[0].self_attn.posenc
@@ -287,19 +291,19 @@ def test_values_of_another_size():
 
 
 WRITTEN_OUT = {
-    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "value_proj.bias"),  # B and H in one
+    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "value_proj.bias"),  # B and H in one axis
     "lilt": ({"channel_shrink_ratio": 2}, "self.value.bias"),  # values of boxes come first
     "squeezebert": ({"embedding_size": 48}, "value.bias"),
     "wavlm": ({"conv_dim": [8], "conv_kernel": [2], "conv_stride": [1], "num_conv_pos_embeddings": 4,
                "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 1}, "v_proj.bias"),  # with its projections
 }  # fmt: skip
-"""Hosts whose attentions are written out: sizes, and the bias of values."""
+"""Models with custom attention code: sizes, and the bias of values."""
 
 
 @pytest.mark.parametrize("kind", WRITTEN_OUT)
 @torch.no_grad()
 def test_attentions_that_are_written_out(kind):
-    """One vector for all distances is what adding it to all values would be."""
+    """One vector for all distances equals adding it to all values."""
     sizes, bias = WRITTEN_OUT[kind]
     shared = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     model = randomize(AutoModel.from_config(AutoConfig.for_model(kind, **shared, **sizes))).eval()
@@ -348,7 +352,7 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
     for name, each in model.named_parameters():
         if "value_weight" in name:
             each.zero_()
-    assert_close(first(model(tokens())), first(keys(tokens())))  # which torch's function computes as a whole
+    assert_close(first(model(tokens())), first(keys(tokens())))  # computed as a whole by torch's function
 
 
 def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
@@ -377,7 +381,7 @@ def test_an_eager_function_without_weights(monkeypatch):
 
 @torch.no_grad()
 def test_grouped_queries_without_an_eager_function(monkeypatch):
-    """BERT's stands in where a host has none, which doesn't repeat keys and values."""
+    """If a model has no eager function, BERT's is used, which doesn't repeat keys and values."""
     model = patched("llama")
     expected = first(model(tokens()))
     module = __import__(type(model.layers[0].self_attn).__module__, fromlist=["x"])
@@ -387,7 +391,7 @@ def test_grouped_queries_without_an_eager_function(monkeypatch):
 
 
 def _llama_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, cache=None, **kwargs):
-    """Of LlamaAttention, in a module without an eager function."""
+    """The forward of LlamaAttention, in a module without an eager function."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     projections = (self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)

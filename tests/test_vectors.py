@@ -1,5 +1,6 @@
-"""Encodings that embed: sinusoidal with its options, learned, fourier, counter, normalized. Against the papers' formulas,
-number by number, and against other libraries' code.
+"""Additive encodings: sinusoidal with its options, learned, fourier, counter, and normalized.
+
+The tests compare them with the papers' formulas, number by number, and with other libraries.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -34,7 +35,7 @@ FAR = [0, 1, 2, 17, 511, 4096, 10**5, 10**6 + 1, 10**7, 2**24 + 1]
 
 @functools.cache
 def angles(position, steps):
-    """The angles of a position as floats, computed with 60 digits and reduced before they become floats."""
+    """The angles of a position, computed with 60 digits and reduced before they are converted to floats."""
     with localcontext() as decimals:
         decimals.prec = 60
         pi = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -42,7 +43,7 @@ def angles(position, steps):
 
 
 def sinusoids(positions, size, bases=(10000.0,), layout="interleaved", ratios=None, stretch=1.0):
-    """`[L, D]`, number by number. ratios: the factor on each frequency. stretch: n / T."""
+    """The vectors `[L, D]`, number by number. ratios: the factor on each frequency. stretch: n / T."""
     pairs, steps, rows = math.ceil(size / 2), [], []
     with localcontext() as decimals:
         decimals.prec = 60
@@ -63,7 +64,9 @@ def sinusoids(positions, size, bases=(10000.0,), layout="interleaved", ratios=No
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 5, 12, 13, 16])
 def test_sinusoidal_formula(layout, size):
-    """One base or several; in float32, whose angles would be off by 0.7 at the last position, only results are rounded."""
+    """The formula holds for one base and several. In float32, only results are rounded: float32 angles would be off by 0.7 at
+    the last position.
+    """
     for bases in ((10000.0,), (37.5,), (100.0, 10000.0), (50.0, 1000.0, 1e5)):
         if len(bases) > math.ceil(size / 2):
             continue
@@ -117,7 +120,7 @@ def test_shift_matrix_moves_every_position(layout, options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_seed_articles_say(layout):
-    """Values are bounded, positions distinct, and the distance of two vectors depends on k alone."""
+    """Values are bounded, positions are distinct, and the distance of two vectors depends only on k."""
     table = make("sinusoidal", 32, layout=layout).embed(torch.arange(8192))
     assert table.abs().max() <= 1.0 and len(table.float().unique(dim=0)) == 8192
     for k in (1, 5, 64):
@@ -127,7 +130,7 @@ def test_what_the_seed_articles_say(layout):
 
 
 def test_bfloat16_rounds_the_result_and_nothing_before():
-    """Angles in bfloat16 make most rows equal and turn signs."""
+    """With bfloat16 angles, most rows would be equal, and signs would change."""
     layer = PositionEmbedding("sinusoidal", 64).to(torch.bfloat16)
     table = layer(torch.zeros(1, 8192, 64, dtype=torch.bfloat16))[0]
     assert torch.equal(table[:1024], sinusoids(range(1024), 64).bfloat16()) and len(table.unique(dim=0)) == 8192
@@ -171,7 +174,7 @@ def test_dynamic_frequencies(size, bases):
 
 
 def test_dynamic_frequencies_are_transformers():
-    """Its dynamic NTK rule, in float32, with the factor 1."""
+    """The frequencies equal those of the dynamic NTK rule in Transformers, in float32, with the factor 1."""
     parameters = {"rope_type": "dynamic", "factor": 1.0, "rope_theta": 10000.0}
     config = LlamaConfig(hidden_size=32, num_attention_heads=1, max_position_embeddings=64, rope_parameters=parameters)
     steps, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=500)
@@ -224,7 +227,9 @@ def test_counter_formula(size):
 @pytest.mark.parametrize("size", [1, 2, 7])
 @pytest.mark.parametrize(("is_causal", "max_length"), [(False, None), (False, 50), (True, 50)])
 def test_normalized_formula(size, is_causal, max_length):
-    """By each text's own length; a causal stack doesn't know it and takes the longest."""
+    """Positions are divided by each text's length. A causal layer stack doesn't know this length, and uses the
+    maximum length.
+    """
     rows, encoding = (
         [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 1, 1]],
         make("normalized", size, max_length=max_length, is_causal=is_causal),
@@ -241,8 +246,10 @@ def test_no_positions_make_no_vectors(kind):
 
 @pytest.mark.parametrize(("kind", "failed"), [("sinusoidal", ()), ("normalized", ("equal steps",)), ("counter", ("bounded",))])
 def test_what_is_asked_of_a_position_encoding(kind, failed):
-    """And what the naive schemes answer. Equal steps: from one token to the next it is as far everywhere, in texts short and
-    long."""
+    """Criteria for position encodings, which naive schemes fail in part.
+
+    Equal steps: the distance from one token to the next is the same everywhere, in short and long texts.
+    """
     encoding = make(kind)
     table, tables = encoding.embed(torch.arange(512)), [encoding.embed(torch.arange(length)) for length in (5, 60, 512)]
     steps = torch.cat([(each[1:] - each[:-1]).norm(dim=-1) for each in tables])
@@ -261,7 +268,7 @@ def test_what_is_asked_of_a_position_encoding(kind, failed):
 
 @pytest.mark.parametrize("std", [0.02, 1.0])
 def test_learned_normal_start(std):
-    """With std 1.0, torch.randn."""
+    """With std 1.0, the initial values are those of torch.randn."""
     torch.manual_seed(0)
     weight = make("learned", 64, max_length=512, std=std).weight.detach() / std
     assert weight.shape == (512, 64)
@@ -273,7 +280,7 @@ def test_learned_normal_start(std):
 
 @pytest.mark.parametrize("size", [5, 16])
 def test_learned_sinusoidal_start(size):
-    """Which loading gives what a checkpoint lacks: Transformers marks what came from it."""
+    """Loading initializes missing weights this way. Transformers marks the weights from the checkpoint."""
     encoding, expected = make("learned", size, max_length=40, init="sinusoidal"), sinusoids(range(40), size)
     assert encoding.weight.requires_grad and encoding.weight.dtype == torch.float32
     torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
@@ -288,7 +295,7 @@ def test_learned_sinusoidal_start(size):
 @pytest.mark.parametrize("rows", [4, 10, 17])
 @pytest.mark.parametrize("init", ["host", "normal", "sinusoidal"])
 def test_learned_adopts_the_host_table(rows, init):
-    """As many rows as both have; the others stay at their normal start."""
+    """Rows that both tables have are copied. The others keep their normal initialization."""
     encoding = make("learned", max_length=10, init=init)
     before, table = encoding.weight.detach().clone(), random(rows, 16, dtype=torch.bfloat16)
     encoding.init_from_original_table(table)
@@ -317,7 +324,7 @@ def test_learned_output_and_gradient():
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 @pytest.mark.parametrize("positions", [[0, 1, 2, 17], [511, 4096, 10**5, 10**7]])
 def test_fourier_formula(positions, scale):
-    """With its gradients; under autocast, too, and with parameters in bfloat16."""
+    """The formula and its gradients hold, also under autocast and with bfloat16 parameters."""
     encoding = make("fourier", 12, features=6, width=4, scale=scale, seed=0)
     own = {name: value.detach().double().requires_grad_() for name, value in encoding.named_parameters()}
     rows = []
@@ -342,8 +349,10 @@ def test_fourier_formula(positions, scale):
 
 @pytest.mark.parametrize("gamma", [3.0, 10.0, 100.0])
 def test_fourier_start(gamma):
-    """Features of positions d apart have products of exp(-d²/2γ²) / 2; the vectors' entries have the deviation asked for, and
-    those of neighbours differ."""
+    """Features of positions at distance d have products of exp(-d²/2γ²) / 2.
+
+    The vectors' entries have the requested standard deviation, and adjacent vectors differ.
+    """
     torch.manual_seed(0)
     encoding = make("fourier", 128, gamma=gamma, features=1024, std=0.5)
     angles = encoding.frequencies.detach()[:, 0] * torch.arange(100)[:, None]

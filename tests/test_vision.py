@@ -1,4 +1,4 @@
-"""Models of images: positions of patches, tokens aside, windows, images of several sizes.
+"""Image models: positions of patches, special tokens, windows, and images of several sizes.
 
 Shapes: B batch, N patches, H heads, E head_dim, D hidden_size.
 """
@@ -21,7 +21,7 @@ from oracles import sinusoids
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
 OTHERS = {"deit": (2, 0), "registers": (5, 0), "yolos": (1, 3), "siglip": (0, 0), "dinov3": (5, 0), "sam3": (0, 0)}
-"""How many tokens come before and behind the patches, where it isn't one and none."""
+"""The number of tokens before and after the patches, unless it is one and zero."""
 ENCODINGS = ("sinusoidal", "learned", "rope", "alibi", "shaw")
 PATCHES = 16
 
@@ -41,7 +41,7 @@ def images(batch=2, height=32, width=32, seed=0):
 
 @torch.no_grad()
 def states(model, *args, **kwargs):
-    """`[B, tokens, D]`, or with the patches by row and column as they are."""
+    """Hidden states `[B, tokens, D]`, or with the patches by row and column if the model returns them so."""
     return model(*args, **kwargs)[0]
 
 
@@ -73,7 +73,7 @@ def test_order_of_patches(name):
 
 @torch.no_grad()
 def test_order_of_patches_in_sam():
-    """Behind its layers, which keep patches by row and column: its neck sees order by itself."""
+    """The test uses the output of SAM's layers, which keep patches by row and column, because SAM's neck sees order."""
     model, pixels = tiny("SamVisionModel", mlp_dim=48, output_channels=8, window_size=0), images()
 
     def behind_layers(which, given):
@@ -92,7 +92,7 @@ def test_order_of_patches_in_sam():
 
 
 def with_vectors(model, vectors):
-    """A twin of a stock ViT whose own table holds these vectors of the patches, and zeros for the class token."""
+    """A copy of an original ViT whose own table holds these vectors of the patches, and zeros for the class token."""
     twin = copy.deepcopy(model)
     table = torch.cat([torch.zeros(1, vectors.shape[1]), vectors])[None]
     twin.embeddings.position_embeddings = torch.nn.Parameter(table)
@@ -109,16 +109,16 @@ def test_vectors_are_of_patches_row_by_row():
 
 @pytest.mark.parametrize("name", ["vit", "clip", "registers"])
 def test_the_hosts_own_vectors(name):
-    """A learned encoding that adopts the host's rows of patches changes only what tokens aside had."""
+    """A learned encoding with the original rows of patches changes only the positions of special tokens."""
     model, pixels = stock(name), images()
     table = next(p for n, p in model.named_parameters() if "position_embedding" in n)
     with torch.no_grad():
-        table.view(-1, 32)[:1] = 0  # the class token's
+        table.view(-1, 32)[:1] = 0  # the class token's position
     assert_close(states(hf_posenc.patch(model, "learned", init="host"), pixels), states(model, pixels))
 
 
 def test_another_image_size():
-    """The stock model of that size, its own table filled with the sinusoids of as many patches."""
+    """The output equals that of the original model of this size with the sinusoids of as many patches in its own table."""
     model, pixels = stock("vit"), images(height=48, width=32)
     larger = stock("vit", image_size=[48, 32])
     larger.load_state_dict({n: p for n, p in model.state_dict().items() if "position" not in n}, strict=False)
@@ -130,7 +130,7 @@ def test_another_image_size():
 
 
 def scores(query, key, frequencies):
-    """`[B, H, L, L]` of rotated queries and keys, by complex numbers; the first token isn't rotated."""
+    """`[B, H, L, L]` of rotated queries and keys, computed with complex numbers. The first token isn't rotated."""
     length, half = query.shape[2], query.shape[3] // 2
     turned = []
     for given in (query, key):
@@ -167,14 +167,14 @@ def test_biases_leave_the_class_token():
 
 
 def bucket(distance):
-    """T5's, of 32 for both directions and distances up to 128."""
+    """T5's bucket, of 32 for both directions and distances up to 128."""
     steps = abs(distance)
     far = 8 + int(math.log(max(steps, 1) / 8) / math.log(128 / 8) * 8)
     return (16 if distance > 0 else 0) + (steps if steps < 8 else min(far, 15))
 
 
 def score(encoding, attention, head, query, key, i, j):
-    """Of the query at position i of a window and the key at j: their product, and the encoding's part in it."""
+    """The score of the query at position i of a window and the key at position j: their product, with the encoding's effect."""
     if encoding == "rope":
         query, key = (turned(vector, position) for vector, position in ((query, i), (key, j)))
     product = float(query @ key) / math.sqrt(len(query))
@@ -184,7 +184,7 @@ def score(encoding, attention, head, query, key, i, j):
 
 
 def turned(vector, position):
-    """RoPE of `[E]`."""
+    """RoPE of a vector `[E]`."""
     half = len(vector) // 2
     angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     first, second = vector[:half], vector[half:]
@@ -193,10 +193,10 @@ def turned(vector, position):
 
 
 def by_loops(encoding, attention, tokens, size, shift):
-    """What an attention in windows of `size` gives tokens `[rows, columns, D]`, in float64.
+    """The output of an attention in windows of `size` for tokens `[rows, columns, D]`, in float64.
 
-    Zeros fill the last windows, and are seen. Then all are shifted up and to the left, and those that leave the image come in
-    again on the other side, where they don't see the others of their window.
+    Zeros fill the last windows, and are visible. Then, all tokens are shifted up and to the left. Tokens that leave the image
+    enter on the other side, where they don't see the others of their window.
     """
     tokens = tokens.double()
     height, width, features = tokens.shape
@@ -226,12 +226,12 @@ def by_loops(encoding, attention, tokens, size, shift):
     [("none", 20, 28), ("alibi", 20, 28), ("t5", 20, 28), ("rope", 20, 28), ("alibi", 16, 32), slow("t5", 16, 32)],
 )
 def test_swin_by_loops(encoding, height, width):
-    """In whole windows and in those that zeros fill, shifted and not: an image as low as a window isn't shifted."""
+    """This holds for complete and zero-filled windows, shifted or not. An image with the height of a window isn't shifted."""
     options = {"per_layer": True} if encoding == "t5" else {}
     model, normed, given = patched(stock("Swin", **SWIN), encoding, **options), {}, {}
     blocks = [(stage, block) for stage, layer in enumerate(model.encoder.layers) for block in layer.blocks]
     for _, block in blocks:
-        # A block adds what its attention gives to its input, and gives the sum to its second norm.
+        # A block adds its attention's output to its input, and passes the sum to its second norm.
         block.layernorm_before.register_forward_hook(lambda module, args, output: normed.update({module: output[0]}))
         block.layernorm_after.register_forward_pre_hook(lambda module, args: given.update({module: args[0][0]}))
         block.register_forward_pre_hook(lambda module, args: given.update({module: args[0][0]}))
@@ -246,9 +246,9 @@ def test_swin_by_loops(encoding, height, width):
 @torch.no_grad()
 @pytest.mark.parametrize("prefix", ["Swin", "Swinv2", "DonutSwin", "MaskFormerSwin"])
 def test_order_within_a_window(prefix):
-    """Of an image of one window, without layers of shifted windows and stages that merge neighbours."""
+    """The image has one window. There are no layers with shifted windows, and no stages that merge adjacent patches."""
     sizes = dict(SWIN, image_size=16, patch_size=4, depths=[1], num_heads=[2])
-    # Swin with a table, too, which lies around the stack that has the biases.
+    # Swin also has a table, outside the layer stack that has the biases.
     model, pixels = stock(prefix, **sizes, use_absolute_embeddings=prefix == "Swin"), images(height=16, width=16)
     blocks = pixels.unflatten(2, (4, 4)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, ORDER]
     moved = blocks.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
@@ -282,7 +282,7 @@ def test_patches_that_are_left_keep_their_positions():
         order = noise.argsort(dim=1)
         assert_close(got[:, 1:], expected[:, 1:].gather(1, order[..., None].expand(-1, -1, 32)))
     fixed = hf_posenc.unpatch(hf_posenc.patch(model, "alibi")).embeddings.position_embeddings
-    assert not fixed.requires_grad  # as in the stock model
+    assert not fixed.requires_grad  # as in the original model
 
 
 def test_patches_left_out_unknown():
@@ -296,7 +296,7 @@ def test_patches_left_out_unknown():
 
 
 def test_frames_of_a_video():
-    """TimeSformer sees each place through time, then each frame, with a class token in every frame."""
+    """TimeSformer attends over time at each location, and then within each frame, with a class token in every frame."""
     model = stock("Timesformer", num_frames=3)
     video, order = images(batch=6).unflatten(0, (2, 3)), [2, 0, 1]
 
@@ -312,7 +312,7 @@ def test_frames_of_a_video():
 
 @pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
 def test_images_in_one_row(encoding):
-    """Qwen's vision reads several images in one row: each has positions of its own."""
+    """Qwen's vision model reads several images in one row. Each image has separate positions."""
     model = tiny("Qwen3VLVisionModel", deepstack_visual_indexes=[0])
     grids, patches = torch.tensor([[1, 4, 4], [2, 2, 6]]), torch.randn(40, 3 * 2 * 8 * 8)
     new = patched(model, encoding)
@@ -324,7 +324,7 @@ def test_images_in_one_row(encoding):
 
 @pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
 def test_smaller_images_of_a_batch(encoding):
-    """Idefics pads them on the right and below: their patches are counted as if they were alone."""
+    """Idefics pads images on the right and below. Their patches are counted as in a single image."""
     config = transformers.models.idefics3.Idefics3VisionConfig(**SIZES)
     model = randomize(transformers.models.idefics3.Idefics3VisionTransformer(config)).eval()
     new, pixels, shown = patched(model, encoding), images(), torch.zeros(2, 4, 4, dtype=torch.bool)
@@ -346,12 +346,14 @@ def test_what_a_silenced_table_answers():
     assert not any("host" in name for name in without.state_dict())
     assert states(without, images().to(torch.bfloat16)).dtype == torch.bfloat16
     scratch = hf_posenc.PosEncViTModel(hf_posenc.PosEncViTConfig(**SIZES, position_encoding="alibi"))
-    assert not scratch.embeddings.position_embeddings.any()  # the host's initialisation draws a table
+    assert not scratch.embeddings.position_embeddings.any()  # the original initialization draws a table
 
 
 @pytest.mark.parametrize(("cut", "frames"), [(2, 2), (4, 2)])
 def test_frames_are_as_many_as_were_cut(cut, frames):
-    """Tokens of several grids are those of frames if as many images were cut; else others were joined to the patches (EoMT)."""
+    """Tokens of several grids belong to frames if as many images were cut. Otherwise, other tokens were appended to the patches
+    (EoMT).
+    """
     encoding = hf_posenc.patch(stock("vit"), "alibi").posenc
     unknown = torch.empty(0, 0, dtype=torch.long)
     context = PositionContext(encoding, unknown, 0, unknown, patches=PatchLayout((1, 0), grid=(5, 5), num_images=cut))

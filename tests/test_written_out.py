@@ -1,4 +1,4 @@
-"""Hosts that compute their attention beside Transformers' interface."""
+"""Models with custom attention code."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ every_host = pytest.mark.parametrize("host", WRITTEN_OUT)
 @every_mask
 @torch.no_grad()
 def test_written_out_attention_is_the_hosts(host, mask):
-    """Attentions and hidden states are those of the stock host, padded or not."""
+    """Attentions and hidden states equal those of the original model, with and without padding."""
     arguments, real = padding_of(mask)
     arguments |= {"output_attentions": True, "output_hidden_states": True}
     model = stock(host)
@@ -90,7 +90,7 @@ def zeroed(*paths):
 
 
 def turned_by_nothing(path):
-    """Makes the sines of a table 0 and its cosines 1; of each layer's, where the path has a {}."""
+    """Sets the sines of a table to 0 and its cosines to 1, in each layer if the path contains {}."""
 
     def change(model, patch):
         for layer in range(2 if "{}" in path else 1):
@@ -121,7 +121,7 @@ def without_xlnets(model, patch):
 
 
 def without_terms(model, patch):
-    """DeBERTa's: a projection's bias would still meet the keys."""
+    """Removes DeBERTa's terms. Otherwise, the bias of a projection would still be multiplied by the keys."""
     paths = [path for path, _ in model.named_parameters() if any(f".{name}" in path for name in ("rel_embeddings", "pos_"))]
     zeroed(*paths, *(path for path, _ in model.named_parameters() if path.startswith("encoder.LayerNorm")))(model, patch)
 
@@ -157,7 +157,7 @@ NONE = {
     "xlm": zeroed("position_embeddings.weight"),
     "xlnet": without_xlnets,
 }
-"""Model type -> how to take a stock model's positions out of it by hand."""
+"""Model type -> a function that removes the positions of an original model."""
 TERMS = {"deberta-v2": dict(share_att_key=False, position_buckets=-1)}
 CAUSAL = ["bloom", "codegen", "ctrl", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "mpt", "openai-gpt"]
 CACHED = [kind for kind in CAUSAL if kind != "openai-gpt"]
@@ -202,7 +202,7 @@ OWN = {
     "roformer": (ROPE, {}),
     "tapas": (LEARNED, dict(reset_position_index_per_cell=False)),
 }
-"""Model type -> the encoding that its own positions amount to, and changes of its config for which they do."""
+"""Model type -> the encoding that equals its own positions, and the config changes that make them equal."""
 
 
 @pytest.mark.parametrize(("kind", "implementation"), [*((kind, "eager") for kind in OWN), ("falcon", "sdpa")])
@@ -219,7 +219,7 @@ def test_the_hosts_own_positions_as_an_encoding_of_ours(kind, implementation):
 
 
 class Spy(hf_posenc.PositionEncoding, type="spy"):
-    """Adds nothing; keeps what it is given."""
+    """Adds nothing, and stores its arguments."""
 
     def score_bias(self, query, key, context):
         seen = context.cached("seen", list)
@@ -229,13 +229,13 @@ class Spy(hf_posenc.PositionEncoding, type="spy"):
 
 
 PROBABILITIES = [kind for kind in OPEN if kind not in ("lilt", "squeezebert", "layoutlmv3")]
-"""Those that give out the softmax of their own scores alone: LiLT adds the boxes' to them, LayoutLMv3 those of distances."""
+"""Models that return the softmax of their own scores only. LiLT adds the scores of boxes, LayoutLMv3 those of distances."""
 
 
 @pytest.mark.parametrize("kind", PROBABILITIES)
 @torch.no_grad()
 def test_what_an_encoding_is_told_of_scores(kind):
-    """Queries, keys and their scaling are those of which the host makes its probabilities."""
+    """An encoding gets the queries, keys, and scaling that the model uses for its attention probabilities."""
     model = built(kind)
     attentions = hf_posenc.patch(model, "spy")(tokens(), output_attentions=True).attentions
     assert len(attentions) == len(Spy.seen)
@@ -247,14 +247,14 @@ def test_what_an_encoding_is_told_of_scores(kind):
 
 
 def slopes(distance):
-    """Of ALiBi with four heads."""
+    """The biases of ALiBi with four heads."""
     return torch.stack([-distance.abs() * 2.0 ** (-2 * head) for head in (1, 2, 3, 4)])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPEN if kind != "squeezebert"])
 @torch.no_grad()
 def test_a_bias_is_added_to_scaled_scores(kind):
-    """In the first layer, whose inputs are the same without it."""
+    """The first layer adds the bias to scaled scores. Its inputs are the same without the bias."""
     model = built(kind)
     before, after = (hf_posenc.patch(model, each)(tokens(), output_attentions=True).attentions[0] for each in ("none", "alibi"))
     distance = torch.arange(11.0) - torch.arange(11.0)[:, None]
@@ -264,7 +264,7 @@ def test_a_bias_is_added_to_scaled_scores(kind):
 
 @torch.no_grad()
 def test_squeezeberts_scores():
-    """It gives out scores, not probabilities."""
+    """SqueezeBERT returns scores, not probabilities."""
     model = built("squeezebert")
     before, after = (hf_posenc.patch(model, each)(tokens(), output_attentions=True).attentions[0] for each in ("none", "alibi"))
     assert_close(after - before, slopes(torch.arange(11.0) - torch.arange(11.0)[:, None]).expand(2, -1, -1, -1), rtol=1e-3)
@@ -288,7 +288,7 @@ def test_cached_keys(kind):
 @pytest.mark.parametrize("encoding", ["rope", "alibi+shaw"])
 @torch.no_grad()
 def test_an_attention_in_one_call(encoding):
-    """Falcon calls scaled_dot_product_attention where it doesn't write its attention out, with one key-value head for all."""
+    """In its sdpa implementation, Falcon calls scaled_dot_product_attention. All its heads share one key-value head."""
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, :3] = 0
     outputs = []
@@ -304,7 +304,7 @@ def test_an_attention_in_one_call(encoding):
 @pytest.mark.parametrize("kind", ["mpt", "gptj", "xlnet"])
 @torch.no_grad()
 def test_vectors_where_the_host_has_no_table(kind):
-    """They are added to what enters the first layer, whichever axis its tokens lie on."""
+    """The vectors are added to the input of the first layer, on whichever axis the tokens lie."""
     model, ids = built(kind), tokens(3, 7)
     vectors = sinusoids([range(7)], 32)
     new, bare = (hf_posenc.patch(model, each) for each in ("sinusoidal", "none"))
@@ -314,7 +314,7 @@ def test_vectors_where_the_host_has_no_table(kind):
 @pytest.mark.parametrize(("kind", "argument"), [("xlnet", "input_mask"), ("xlm", "lengths")])
 @torch.no_grad()
 def test_padding_by_an_argument_of_the_hosts_own(kind, argument):
-    """XLNet takes a mask that is 1 for padding, on either side; XLM the lengths of texts."""
+    """XLNet takes a mask that is 1 for padding on either side. XLM takes the lengths of texts."""
     new, ids, length = hf_posenc.patch(built(kind), "normalized+fire"), tokens(1, 7), 5
     randomize_encoding(new)
     alone = first(new(ids[:, :length]))
@@ -328,7 +328,7 @@ def test_padding_by_an_argument_of_the_hosts_own(kind, argument):
 
 
 def given(kind):
-    """Inputs beside the tokens, which some hosts take."""
+    """Inputs besides the tokens, which some models take."""
     return {
         "luke": dict(entity_ids=torch.ones(2, 1, dtype=torch.long), entity_position_ids=torch.zeros(2, 1, 2, dtype=torch.long)),
         "visual_bert": dict(visual_embeds=torch.ones(2, 3, built("visual_bert").config.visual_embedding_dim)),
@@ -383,7 +383,7 @@ def test_refused(kind):
 @pytest.mark.parametrize("share", [False, True])
 @torch.no_grad()
 def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
-    """As buffers of the patched model, as many rows as the stock host has, whatever length is promised."""
+    """The patched model keeps these terms as buffers with the original number of rows, for any `max_length`."""
     changes = dict(share_att_key=share) if kind == "deberta-v2" else dict(max_relative_positions=-1 if share else 7)
     model = built(kind, **changes)
     new = hf_posenc.patch(model, "alibi", max_length=40)
@@ -401,7 +401,7 @@ def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
 
 @pytest.mark.parametrize("kind", ["bloom", "gptj", "roformer"])
 def test_a_longer_promise(kind, tmp_path):
-    """A host's own tables are as long as they were when it is unpatched, and its inputs may be longer meanwhile."""
+    """`unpatch` restores a model's own tables with their original length. Until then, inputs can be longer."""
     model = built(kind)
     new = randomize_encoding(hf_posenc.patch(model, "alibi+shaw", max_length=60))
     with torch.no_grad():

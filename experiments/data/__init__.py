@@ -1,1 +1,1 @@
-"""Texts that the experiments measure and train with."""
+"""Texts for training and evaluation in the experiments."""

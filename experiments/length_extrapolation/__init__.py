@@ -1,1 +1,1 @@
-"""The parts of compare.py and extrapolation.py: tasks of any length, hosts, runs, studies that resume, tables, the verdict."""
+"""Modules of compare.py and extrapolation.py: tasks of any length, models, runs, resumable studies, tables, and the verdict."""

@@ -1,4 +1,4 @@
-"""A study as curves by length, in panels by task and by how encodings act."""
+"""Plot a study as curves by length, in panels by task and by mechanism of the encodings."""
 
 import math
 from pathlib import Path
@@ -17,21 +17,20 @@ FAMILIES = {
     "score_bias": "bias by content or position",
     "several": "several together",
 }
-"""Verb -> heading of a column of panels."""
+"""Mechanism -> heading of a column of panels."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#555500", "#000000")
 BASELINE = "none"
 GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
-"""The style of the baseline's line."""
+"""The line style of the baseline."""
 CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
-"""What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
+"""Metrics of the curves. Beyond L, exact match is zero for most encodings, so token accuracy distinguishes more of them."""
 NAMES = {"exact": "exact match", "tokens": "token accuracy", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
-"""Perplexities are drawn up to this multiple of the least one, and to the largest at L; those that aren't finite count as
-LARGEST."""
+"""Perplexities are plotted up to WORST times the minimum, or up to the largest at L. Non-finite ones count as LARGEST."""
 
 
 def family(label: str, options: dict[str, Any]) -> str:
-    """The key in FAMILIES of an encoding; empty for the baseline, which is in all panels."""
+    """The key of an encoding in FAMILIES. Empty for the baseline, which is in all panels."""
     if label == BASELINE:
         return ""
     kind = hf_posenc.list_encodings().get(options["type"])
@@ -48,7 +47,7 @@ def pyplot_for_files() -> Any:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """A row for each task, a column for each family: the mean over seeds, and the range of the seeds."""
+    """Plot a row per task and a column per family, with the mean and the range over seeds."""
     pyplot = pyplot_for_files()
     of = {each.label: family(each.label, each.options) for each in study.encodings}
     present = {of[label] for task in results.tasks for label in results.encodings(task) if label in of}
@@ -79,13 +78,13 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def _styles(labels: list[str], baseline: bool) -> dict[str, dict[str, Any]]:
-    """The lines of a family, and that of the baseline."""
+    """The line styles of a family and of the baseline."""
     styles = {label: {"color": COLOURS[place % len(COLOURS)]} for place, label in enumerate(labels)}
     return styles | ({BASELINE: GREY} if baseline else {})
 
 
 def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[str, Any]]) -> None:
-    """A line for each label: the mean over seeds, and their range as a shade where the line is no grey one."""
+    """Plot a line per label: the mean over seeds, and the range over seeds as shading, except for the gray baseline."""
     measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
     for label, style in styles.items():
         means = [results.mean(task, label, length, measure) for length in lengths]
@@ -107,7 +106,7 @@ def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[st
 
 
 def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
-    """The scale of a row of panels: of accuracies from 0 to 1, of perplexities the logarithm, up to WORST of the least one."""
+    """Scale a row of panels. Accuracies range from 0 to 1. Perplexities are logarithmic, up to WORST times the minimum."""
     measure = CURVES[ALL[task].measure]
     if measure != "perplexity":
         axis.set_ylim(0, 1.03)
@@ -115,7 +114,7 @@ def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     means = [results.mean(task, label, length, measure).mean for label in labels for length in results.lengths(task)]
     finite = [mean for mean in means if mean < LARGEST] or [1.0]
     axis.set_yscale("log")
-    # Every line begins within the panel; from there it may leave it.
+    # Every line starts within the panel, but can leave it.
     trained = [results.mean(task, label, results.trained_length(task), measure).mean for label in labels]
     most = max([WORST * min(finite), *(1.1 * mean for mean in trained if mean < LARGEST)])
     axis.set_ylim(0.97 * min(finite), min(most, 1.1 * max(finite)))
@@ -125,7 +124,7 @@ def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers within an axis of perplexities, at most six."""
+    """At most six round numbers within an axis of perplexities."""
     from matplotlib.ticker import MaxNLocator
 
     rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]

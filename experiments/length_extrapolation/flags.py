@@ -14,33 +14,33 @@ from hf_posenc.training.flags import at_least
 
 Number = TypeVar("Number", int, float)
 PER_TASK = {"length": 1, "steps": 0, "batch_size": 1}
-"""Flags whose values belong to a task, and the least that is allowed."""
+"""Flags with a value per task -> minimum value."""
 
 
 def parser(description: str | None, tasks: Mapping[str, Task]) -> argparse.ArgumentParser:
-    """`tasks` are those of the command, all of them by default."""
+    """The shared parser. `tasks`: the tasks of the command, all of which are the default."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = made.add_argument
     add("--tasks", nargs="+", choices=tasks, default=[*tasks])
-    add("--encodings", nargs="+", metavar="NAME|JSON", help="names, or objects with options; default: all that are registered")
-    add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that define encodings of your own")
+    add("--encodings", nargs="+", metavar="NAME|JSON", help="names, or objects with options; default: all registered encodings")
+    add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that define custom encodings")
     add("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2])
     defaults = {name: ", ".join(f"{task}={getattr(own, name)}" for task, own in tasks.items()) for name in PER_TASK}
-    add("--length", nargs="+", default=[], metavar="[TASK=]N", help=f"L, the longest trained; default: {defaults['length']}")
+    add("--length", nargs="+", default=[], metavar="[TASK=]N", help=f"maximum training length L; default: {defaults['length']}")
     add("--steps", nargs="+", default=[], metavar="[TASK=]N", help=f"default: {defaults['steps']}")
     add("--batch_size", nargs="+", default=[], metavar="[TASK=]N", help=f"default: {defaults['batch_size']}")
     for name, value in vars(Sizes()).items():
-        add(f"--{name}", type=at_least(1), default=value, help=f"of tiny hosts; default: {value}")
-    add("--processes", type=at_least(1), default=1, help="runs at a time, each with one thread")
-    add("--report_only", action="store_true", help="run nothing: tables and figures of what the folder has")
+        add(f"--{name}", type=at_least(1), default=value, help=f"size of tiny models; default: {value}")
+    add("--processes", type=at_least(1), default=1, help="number of parallel runs, each with one thread")
+    add("--report_only", action="store_true", help="only tables and figures of the finished runs")
     add("--output_dir", type=Path, required=True)
     return made
 
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Each value once; those that belong to a task become dicts."""
+    """Check that values are unique, and convert values per task to dicts."""
     for name in ("tasks", "seeds", "encodings", "hosts"):
         given = getattr(arguments, name, None) or []
         if len(set(given)) != len(given):
@@ -62,10 +62,10 @@ def integer(low: int) -> Callable[[str], int]:
 
 
 def by_key(given: Sequence[str], keys: Collection[str], number: Callable[[str], Number]) -> dict[str, Number]:
-    """Key -> number, of `N` for all keys, or `KEY=N`. Raises ValueError for anything else."""
+    """Key -> number, from `N` for all keys or `KEY=N`. Raises ValueError for other values."""
     found: dict[str, Number] = {}
     said = [text.rpartition("=")[0] for text in given]
-    for text in sorted(given, key=lambda text: "=" in text):  # one for a part goes before that for all
+    for text in sorted(given, key=lambda text: "=" in text):  # KEY=N overrides N
         key, equals, value = text.rpartition("=")
         if said.count(key) > 1:
             raise ValueError(f"{' '.join(given)}: {key or 'a number for all'} is given {said.count(key)} times; give it once")
@@ -81,12 +81,12 @@ def by_key(given: Sequence[str], keys: Collection[str], number: Callable[[str], 
 
 
 def as_given(text: str) -> str | dict[str, Any]:
-    """A name, or the object that a text is. Raises ValueError for no JSON."""
+    """A name, or the object that the text encodes. Raises ValueError for invalid JSON."""
     return json.loads(text) if text.startswith("{") else text
 
 
 def encodings(arguments: argparse.Namespace) -> list[Encoding]:
-    """Those that were asked for, or all. Raises SystemExit for one that there isn't."""
+    """The requested encodings, or all. Raises SystemExit for unknown or duplicate ones."""
     given = arguments.encodings or [*hf_posenc.list_encodings()]
     found: dict[str, Encoding] = {}
     for text in given:
@@ -102,7 +102,7 @@ def encodings(arguments: argparse.Namespace) -> list[Encoding]:
 
 
 def begin(arguments: argparse.Namespace) -> None:
-    """Import encodings of the user's own. Raises SystemExit where there is no such module."""
+    """Import modules with custom encodings. Raises SystemExit if a module can't be imported."""
     try:
         study.begin(tuple(arguments.modules))
     except ImportError as error:

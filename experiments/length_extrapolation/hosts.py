@@ -1,4 +1,4 @@
-"""The hosts of compare.py, as they are named: rows of models.HOSTS with options of their config, or checkpoints."""
+"""Parse the models of compare.py: entries of `models.HOSTS` with config options, or checkpoints."""
 
 import difflib
 import json
@@ -16,17 +16,17 @@ from experiments.length_extrapolation.tasks import ALL
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 OF_TASKS = ("vocab_size", "num_labels", "max_position_embeddings", "n_positions", *TOKENS)
-"""Options of a config that depend on a task."""
+"""Config options that depend on the task."""
 CHECKPOINT_LEARNING_RATE = 5e-5
-"""What a study has by default."""
+"""The default of a study."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A host of a study.
+    """A model of a study.
 
-    label: what tables and folders call it.
-    setup: of its runs, with the learning rate that it has by default.
+    label: its name in tables and directories.
+    setup: the setup of its runs, with its default learning rate.
     """
 
     label: str
@@ -35,14 +35,14 @@ class Chosen:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that settings of a host may be given by."""
+        """The names by which settings can refer to the model."""
         return self.label, self.setup.host.partition(":")[0]
 
 
 def chosen(given: str | dict[str, Any], sizes: Sizes, common: Setup) -> Chosen:
-    """A host by its name, "checkpoint:FOLDER", or as {"type": name, an option of its config: value}.
+    """A model by its name, "checkpoint:DIRECTORY", or {"type": name, config option: value}.
 
-    Raises ValueError where there is none such, or where its config has no such option.
+    Raises ValueError for an unknown model or config option.
     """
     said = {"type": given} if isinstance(given, str) else dict(given)
     name = said.pop("type", None)
@@ -75,13 +75,13 @@ def chosen(given: str | dict[str, Any], sizes: Sizes, common: Setup) -> Chosen:
     label = " ".join([name, *(f"{option}={json.dumps(value)}" for option, value in said.items())])
     try:
         models.stock(name, setup.sizes, 4, 8, 0, row.heads[0], options)
-    except Exception as error:  # of its config, whatever checks that has
+    except Exception as error:  # any error that its config's checks raise
         raise ValueError(f"{label} can't be made with {setup.sizes}: {error}") from None
     return Chosen(label, setup, row.heads)
 
 
 def at_rate(host: Chosen, rates: Mapping[str, float]) -> Chosen:
-    """With the learning rate that is given for it, if one is: by its label before its type."""
+    """The model with the learning rate specified for it, if any. Its label takes precedence over its type."""
     given = next((rates[name] for name in host.names if name in rates), None)
     return host if given is None else replace(host, setup=replace(host.setup, learning_rate=given))
 
@@ -89,9 +89,9 @@ def at_rate(host: Chosen, rates: Mapping[str, float]) -> Chosen:
 def study_of(
     host: Chosen, tasks: list[str], given: dict[str, dict[str, int]], encodings: list[Encoding], seeds: list[int]
 ) -> Study | None:
-    """The study of a host: of those tasks that it has a head for, None where there is none.
+    """The study of a model on the tasks that it has a head for. None if there are none.
 
-    given: flag -> task -> number. Raises ValueError for lengths that a task doesn't have.
+    given: flag -> task -> number. Raises ValueError for lengths that a task doesn't support.
     """
     trainings = {}
     for task in (task for task in tasks if ALL[task].head in host.heads):

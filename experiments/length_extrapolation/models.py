@@ -1,6 +1,6 @@
-"""Hosts, which are tiny models with random weights or checkpoints, and the encodings that they are given.
+"""The models of studies, which are tiny models with random weights or checkpoints, and their encodings.
 
-A host's weights depend on its config or folder and the seed alone, so all encodings start from the same ones.
+A model's weights depend only on its config or directory and the seed, so all encodings start from the same weights.
 """
 
 import hashlib
@@ -28,24 +28,24 @@ from experiments.length_extrapolation.tasks import CAUSAL, LABELS, MASKED
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
-"""Standard deviations of the weights, of token vectors, which have the size of sinusoidal ones so, and of what makes logits."""
+"""Standard deviations of weights, token embeddings (to match the size of sinusoidal embeddings), and output embeddings."""
 
 HEADS: dict[str, Any] = {
     CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING,
     MASKED: MODEL_FOR_MASKED_LM_MAPPING,
     LABELS: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 }
-"""Head -> class of a config -> class of a model."""
+"""Head -> config class -> model class."""
 CHECKPOINT = "checkpoint:"
-"""Begins the name of a host that is a checkpoint: a folder follows."""
+"""Prefix of a checkpoint's name, followed by its directory."""
 
 BESIDE = ("host", "inject", "max_length")
-"""What a config has beside the options of an encoding."""
+"""Keys in an encoding's dict besides its options."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a host."""
+    """The sizes of a tiny model."""
 
     hidden_size: int = 64
     num_hidden_layers: int = 3
@@ -55,7 +55,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of a study: a label, its name and the options that were given, and its canonical dict."""
+    """An encoding of a study: its label (name and specified options), and its canonical dict."""
 
     label: str
     options: dict[str, Any]
@@ -66,7 +66,7 @@ class Encoding:
 
 
 def own_code(encoding: Encoding) -> dict[str, str]:
-    """A digest of the files that define an encoding of one's own, as `code`; nothing of one that is part of hf_posenc."""
+    """A digest of the files that define a custom encoding, as `code`. Empty for encodings of hf_posenc."""
     kind = hf_posenc.list_encodings()
     files = [
         inspect.getsourcefile(kind[name])
@@ -78,18 +78,19 @@ def own_code(encoding: Encoding) -> dict[str, str]:
 
 
 def file_name(label: str) -> str:
-    """A name for files and folders, another one for each label."""
+    """A name for files and directories that is unique for each label."""
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "_", label)[:80]
     return plain if plain == label else f"{plain}-{zlib.crc32(label.encode()):08x}"
 
 
 @dataclass(frozen=True)
 class Host:
-    """
-    model_type: of Transformers.
-    heads: those that it can have; a decoder's is CAUSAL, an encoder's MASKED.
-    size_names: the names of Sizes that its config has others for.
-    learning_rate: what a study has by default.
+    """A kind of tiny model.
+
+    model_type: its name in Transformers.
+    heads: supported heads. CAUSAL is for decoders, MASKED for encoders.
+    size_names: name in Sizes -> name in its config, if they differ.
+    learning_rate: default of a study.
     """
 
     model_type: str
@@ -103,16 +104,16 @@ HOSTS = {
     "gpt2": Host("gpt2", (CAUSAL, LABELS), {"intermediate_size": "n_inner"}),
     "bert": Host("bert", (MASKED, LABELS), learning_rate=2e-3),
 }
-"""Name -> host. What a config has beside is given by its own options."""
+"""Name -> kind of tiny model. Other config options are specified separately."""
 
 
 def encoding(given: str | dict[str, Any]) -> Encoding:
-    """An encoding by its name, or as a dict. Raises ValueError where there is none such."""
+    """An encoding by its name or dict. Raises ValueError if it is unknown."""
     whole = hf_posenc.PosEncLlamaConfig(position_encoding=given).position_encoding
     name, said = (given, {}) if isinstance(given, str) else (given["type"], given)
     options = {option: value for option, value in whole.items() if option not in BESIDE or option in said}
     kind = hf_posenc.list_encodings().get(options["type"])
-    # An alias that sets options is another encoding than its class by default.
+    # An alias that sets options differs from its class with default options.
     name = name if kind and kind.aliases.get(name) else options["type"]
     changed = [f"{option}={json.dumps(value)}" for option, value in said.items() if option != "type"]
     return Encoding(" ".join([name, *changed]), options)
@@ -127,9 +128,9 @@ def stock(
     head: str = CAUSAL,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A host with its own positions, for rows of up to `trained_tokens`, without dropout.
+    """A model with its original positions, for inputs of up to `trained_tokens` tokens, without dropout.
 
-    Sizes, vocabulary and options of the config are those of tiny hosts; a checkpoint has its own.
+    `sizes`, `vocabulary`, and config `options` apply to tiny models only.
     """
     torch.manual_seed(seed)
     if folder := folder_of(host):
@@ -137,7 +138,7 @@ def stock(
     row, given = HOSTS[host], {**vars(sizes or Sizes()), "vocab_size": vocabulary, "max_position_embeddings": trained_tokens}
     given |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     given |= {"initializer_range": STD, "tie_word_embeddings": False}
-    if head == LABELS:  # decoders look for the last token that is no padding: one more, which no row has
+    if head == LABELS:  # decoders look for the last non-padding token: add an unused padding token
         given |= {"vocab_size": vocabulary + 1, "pad_token_id": vocabulary, "num_labels": 2}
     given = {row.size_names.get(name, name): value for name, value in given.items()}
     config = without_dropout(AutoConfig.for_model(row.model_type, **{**given, **(options or {})}))
@@ -149,7 +150,7 @@ def stock(
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Chance would be another for encodings that draw numbers of their own."""
+    """Disable dropout. It would differ between encodings that consume random numbers and others."""
     for name, value in vars(config).items():
         if isinstance(value, float) and is_dropout(name):
             setattr(config, name, 0.0)
@@ -157,17 +158,17 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def is_dropout(option: str) -> bool:
-    """Whether an option of a config is the probability of a dropout."""
+    """Whether a config option is a dropout probability."""
     return "dropout" in option or option.endswith("_pdrop")
 
 
 def folder_of(host: str) -> str | None:
-    """The folder of a host that is a checkpoint."""
+    """The directory of a checkpoint, or None for a tiny model."""
     return host.removeprefix(CHECKPOINT) if host.startswith(CHECKPOINT) else None
 
 
 def heads_of(host: str) -> tuple[str, ...]:
-    """The heads that a host can have. Raises ValueError for a checkpoint that isn't a language model of one stack."""
+    """The heads that a model supports. Raises ValueError if a checkpoint isn't an encoder or decoder language model."""
     if (folder := folder_of(host)) is None:
         return HOSTS[host].heads
     if not (Path(folder) / "config.json").is_file():
@@ -185,7 +186,7 @@ def heads_of(host: str) -> tuple[str, ...]:
 
 
 def new_weights(folder: str, head: str) -> list[str]:
-    """The weights of a head that a checkpoint doesn't have: they are drawn at random, by the seed."""
+    """The weights that a checkpoint lacks for a head. They are initialized at random from the seed."""
     config = without_dropout(AutoConfig.from_pretrained(folder))
     kind = HEADS[head][type(config)]
     return sorted(kind.from_pretrained(folder, config=config, output_loading_info=True)[1]["missing_keys"])
@@ -200,7 +201,7 @@ def _loaded(folder: str, head: str) -> PreTrainedModel:
 
 
 def weights_digest(folder: str) -> str:
-    """Of a checkpoint's weights, config and tokenizer."""
+    """A digest of a checkpoint's weights, config, and tokenizer."""
     found = hashlib.sha256()
     for file in sorted(file for end in ("safetensors", "bin", "json") for file in Path(folder).glob(f"*.{end}")):
         with file.open("rb") as opened:
@@ -210,13 +211,13 @@ def weights_digest(folder: str) -> str:
 
 
 def patched(model: PreTrainedModel, chosen: Encoding, seed: int, max_length: int | None = None) -> PreTrainedModel:
-    """A host with another encoding, whose parameters depend on the seed alone."""
+    """The model with another encoding, whose parameters depend only on the seed."""
     torch.manual_seed(seed)
     return hf_posenc.patch(model, dict(chosen.options), max_length=max_length)
 
 
 def fitting(make: Callable[[], PreTrainedModel], chosen: Encoding, seed: int, tokens: int) -> PreTrainedModel:
-    """A host with another encoding, for rows of so many tokens: what ends at a length is given this, others have no limit."""
+    """The model with another encoding, for inputs of `tokens` tokens. Encodings with a length limit get this limit."""
     model = patched(make(), chosen, seed)
     return model if hf_posenc.inspect(model).max_length is None else patched(make(), chosen, seed, tokens)
 
@@ -224,7 +225,7 @@ def fitting(make: Callable[[], PreTrainedModel], chosen: Encoding, seed: int, to
 def refusal(
     host: str, sizes: Sizes | None, chosen: Encoding, head: str = CAUSAL, options: dict[str, Any] | None = None
 ) -> str | None:
-    """Why a host can't have an encoding, or None."""
+    """The reason why a model doesn't support an encoding, or None."""
     try:
         model = fitting(lambda: stock(host, sizes, 4, 8, 0, head, options), chosen, 0, tokens=8)
         with torch.no_grad():

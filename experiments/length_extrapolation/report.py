@@ -1,4 +1,4 @@
-"""A study's tables, its record, and the part of a page that is made from that."""
+"""A study's tables, its record, and the part of a page that is generated from the record."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ ENDS = "†"
 MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 MARKERS = "<!-- tables by experiments/extrapolation.py: begin -->", "<!-- tables by experiments/extrapolation.py: end -->"
 ON_PAGES = {"exact match": (2,), "accuracy": (2,), "perplexity": (1, 8)}
-"""Measure -> the lengths, in L, that the page shows."""
+"""Metric -> lengths shown on the page, as multiples of L."""
 NAMES = {
     "exact": "exact match of the whole answer",
     "tokens": "token accuracy of the answer",
@@ -40,7 +40,7 @@ def exact_tasks(results: Results) -> list[str]:
 
 
 def learned_table(results: Results) -> Table:
-    """How many encodings have learned each task at L: what they do beyond says the more."""
+    """The encodings that learned each task at L. The more encodings learned it, the more their scores beyond L mean."""
     table = Table("task", f"exact match {verdict.LEARNED} or more at L", "others", title="learned at the trained length")
     for task in exact_tasks(results):
         done = verdict.learned(results, task)
@@ -57,7 +57,7 @@ def verdict_table(found: list[Finding]) -> Table:
 
 
 def as_record(study: Study, results: Results, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
-    """All settings and figures. Scores are lists over the seeds."""
+    """All settings and results. Scores are lists over seeds."""
     return {
         **record_of(study, results),
         "failed": failed,
@@ -67,7 +67,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
 
 
 def record_of(study: Study, results: Results) -> dict[str, Any]:
-    """The settings and scores of a host."""
+    """The settings and scores of a model."""
     scores = {
         task: {
             label: {
@@ -104,12 +104,12 @@ def _rounded(results: Results, task: str, label: str, length: int, measure: str)
 
 
 def write_tables(page: Path, record: dict[str, Any]) -> None:
-    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    """Replace the text between the markers of a page. Raises ValueError if the page has no markers."""
     records.fill(page, MARKERS, as_markdown(record))
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    """The means of a study by encoding, and how many claims of papers it reproduces."""
+    """The means of a study by encoding, and the number of papers' claims that it reproduces."""
     tasks = list(record["scores"])
     columns = [(task, multiple) for task in tasks for multiple in ON_PAGES[ALL[task].measure]]
     headings = [f"{task}, {'L' if multiple == 1 else f'{multiple} L'}" for task, multiple in columns]
@@ -128,7 +128,7 @@ def as_markdown(record: dict[str, Any]) -> str:
 
 
 def _how(record: dict[str, Any]) -> str:
-    """How the models of a study were trained."""
+    """A sentence on how the models of a study were trained."""
     host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
     trained = "; ".join(
         f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {ALL[task].unit}"

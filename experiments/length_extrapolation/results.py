@@ -1,4 +1,4 @@
-"""The scores of a study's runs, by task, encoding and length."""
+"""The scores of a study's runs, by task, encoding, and length."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ DIGESTS = {"host": "weights of the host", "train": "training rows", "test": "tes
 
 @dataclass(frozen=True)
 class Mean:
-    """Over the seeds, in their order; `half` is half the width of Student's 95 % interval, None for a single one."""
+    """A mean over seeds, in their order. `half` is half the width of Student's 95% interval, or None for a single seed."""
 
     values: tuple[float, ...]
 
@@ -34,7 +34,7 @@ def _check_same(found: Sequence[Record]) -> None:
     first: dict[tuple[str, int], Record] = {}
     for record in found:
         other = first.setdefault((record["task"], record["seed"]), record)
-        for name, digest in record.get("digests", {}).items():  # records of earlier versions have none
+        for name, digest in record.get("digests", {}).items():  # records of earlier versions have no digests
             if digest != other.get("digests", {}).get(name, digest):
                 raise SystemExit(
                     f"{record['task']}, seed {record['seed']}: {record['encoding']} and {other['encoding']} had different "
@@ -44,7 +44,7 @@ def _check_same(found: Sequence[Record]) -> None:
 
 
 class Results:
-    """What finished runs have measured. Raises SystemExit where encodings haven't seen the same data, or had other hosts."""
+    """The results of finished runs. Raises SystemExit if encodings had different data or model weights."""
 
     def __init__(self, found: Sequence[Record]) -> None:
         _check_same(found)
@@ -58,24 +58,24 @@ class Results:
         return sorted(seed for kind, each, seed in self.records if (kind, each) == (task, label))
 
     def diverged(self, task: str, label: str) -> int:
-        """In how many runs a loss is not finite, in training or at L."""
+        """The number of runs with a non-finite loss in training or at L."""
         runs = [self.records[task, label, seed] for seed in self.seeds(task, label)]
         at_length = str(self.trained_length(task))
         return sum(None in run.get("losses", []) or run["scores"][at_length].get("loss", 0.0) is None for run in runs)
 
     def trained_length(self, task: str) -> int:
-        """L, of a task that has runs."""
+        """L of a task that has runs."""
         return next(record for (kind, *_), record in self.records.items() if kind == task)["settings"]["length"]
 
     def lengths(self, task: str) -> list[int]:
         return [int(length) for length in next(r for (kind, *_), r in self.records.items() if kind == task)["scores"]]
 
     def ends(self, task: str, label: str) -> int | None:
-        """The tokens at which an encoding ends, if it does."""
+        """The maximum length of an encoding in tokens, or None."""
         return self.records[task, label, self.seeds(task, label)[0]]["max_length"]
 
     def value(self, task: str, label: str, seed: int, length: int, measure: str) -> float:
-        """A score: "exact", "tokens", "accuracy" or "perplexity", infinite where the loss isn't finite."""
+        """A score: "exact", "tokens", "accuracy", or "perplexity", which is infinite if the loss isn't finite."""
         score = self.records[task, label, seed]["scores"][str(length)]
         if measure == "accuracy":
             return score["exact"]
@@ -87,7 +87,7 @@ class Results:
         return Mean(tuple(self.value(task, label, seed, length, measure) for seed in self.seeds(task, label)))
 
     def difference(self, task: str, label: str, base: str, length: int, measure: str) -> Mean | None:
-        """Of an encoding from another, over the seeds that both have; None without any."""
+        """The difference of an encoding from another over common seeds. None without common seeds."""
         both = [seed for seed in self.seeds(task, label) if seed in self.seeds(task, base)]
         values = [
             self.value(task, label, seed, length, measure) - self.value(task, base, seed, length, measure) for seed in both
@@ -95,5 +95,5 @@ class Results:
         return Mean(tuple(values)) if values else None
 
     def chance(self, task: str) -> float:
-        """The token accuracy of answers drawn at random."""
+        """The token accuracy of random answers."""
         return ALL[task].chance

@@ -1,7 +1,7 @@
 """One run of a study: a model is trained on a task at lengths up to L, and tested at L and beyond.
 
-`run` takes all that a result depends on. Runs that differ in the encoding alone have the same host weights and see the same
-rows in the same order: the digests in their records are equal.
+A result depends only on the arguments of `run`. Runs that differ only in the encoding start from the same model weights and see
+the same examples in the same order. The digests in their records are equal.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ from experiments.length_extrapolation.models import Encoding, Sizes
 from experiments.length_extrapolation.tasks import ALL, CAUSAL, IGNORED, LABELS, Task
 
 MULTIPLES = (1.0, 1.5, 2.0, 4.0, 8.0)
-"""Test lengths in L; the last one is the room that limited encodings are given."""
+"""Test lengths as multiples of L. Encodings with a length limit get the last one as their maximum length."""
 MAX_NORM = 1.0
 BETAS = (0.9, 0.99)
 LOSSES = 20
-"""Training losses that a record keeps."""
+"""Number of training losses in a record."""
 TEST_TOKENS = 8192
-"""Tokens in a batch of test rows."""
+"""Tokens per batch of test examples."""
 LONG = timedelta(days=30)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runs of a study have in common.
+    """The common settings of a study's runs.
 
-    sizes: of a tiny host; None for a checkpoint.
-    host_options: what the config of a tiny host is given beside them.
+    sizes: sizes of a tiny model. None for a checkpoint.
+    host_options: other config options of a tiny model.
     weights: digest of a checkpoint.
     """
 
@@ -56,7 +56,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Training:
-    """What the runs of a task have in common; length is L."""
+    """The common settings of a task's runs. `length` is L."""
 
     length: int
     steps: int
@@ -65,7 +65,7 @@ class Training:
 
 
 def task_of(host: str, name: str) -> Task:
-    """A task as a host has it: in its own tokens, or in those of a checkpoint. Raises ValueError where that lacks them."""
+    """A task for a model: in its own tokens, or in a checkpoint's tokens. Raises ValueError if the checkpoint lacks tokens."""
     folder = models.folder_of(host)
     return ALL[name] if folder is None else tokenised.task(name, folder)
 
@@ -73,7 +73,7 @@ def task_of(host: str, name: str) -> Task:
 def training_of(
     task: str, length: int | None = None, steps: int | None = None, batch_size: int | None = None, host: str = "llama"
 ) -> Training:
-    """A task's defaults, but for what is given."""
+    """The training settings of a task. Arguments override its defaults."""
     own = task_of(host, task)
     chosen = Training(length or own.length, own.steps if steps is None else steps, batch_size or own.batch_size)
     return replace(chosen, digest=own.digest())
@@ -84,17 +84,17 @@ def test_lengths(training: Training, multiples: tuple[float, ...]) -> list[int]:
 
 
 def times(length: int, multiple: float) -> int:
-    """A length in L, rounded down: 1.4 times 10 is 14, although the float 1.4 is a little less."""
+    """A multiple of a length, rounded down. 1.4 times 10 is 14, although the float 1.4 is slightly less than 1.4."""
     return int(length * Fraction(str(multiple)))
 
 
 def process_state() -> PartialState:
-    """This process among those of Accelerate's launcher, if it has started any. They wait for each other for LONG."""
+    """The state of this process among those of Accelerate's launcher, if any. Processes wait up to LONG for each other."""
     return PartialState(cpu=not torch.cuda.is_available(), timeout=LONG)
 
 
 def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: int) -> dict[str, Any]:
-    """Train and test one model. The record has the scores by test length, see `measured`."""
+    """Train and test one model. The record contains the scores by test length (see `measured`)."""
     started, kind = time.process_time(), task_of(setup.host, task)
     lengths = test_lengths(training, setup.multiples)
     digests = {}
@@ -124,7 +124,7 @@ def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: i
 
 
 def digest(*tensors: Tensor) -> str:
-    """Of values in their order."""
+    """A digest of tensors in this order."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -132,14 +132,14 @@ def digest(*tensors: Tensor) -> str:
 
 
 def stream_seed(task: str, seed: int) -> int:
-    """The seed of a run's training rows: the same for all encodings."""
+    """The seed of a run's training examples, which is the same for all encodings."""
     return zlib.crc32(f"{task} {seed}".encode())
 
 
 def trained(model: PreTrainedModel, setup: Setup, training: Training, task: Task, seed: int) -> tuple[list[float | None], str]:
-    """Train with AdamW; the learning rate rises over the warm-up, then falls to zero.
+    """Train with AdamW. The learning rate increases linearly during warm-up and decays linearly to zero.
 
-    Returns losses along the way, and a digest of the rows.
+    Returns a sample of the losses, and a digest of the examples.
     """
     generator, seen = torch.Generator().manual_seed(seed), hashlib.sha256()
     optimizer = torch.optim.AdamW(
@@ -168,7 +168,7 @@ def trained(model: PreTrainedModel, setup: Setup, training: Training, task: Task
 
 
 def aligned(labels: Tensor, head: str) -> Tensor:
-    """The labels that logits are for, `[B, P]`: of all tokens but the first, of all, or one of a row."""
+    """The labels that logits predict, `[B, P]`: all tokens but the first, all tokens, or one label per example."""
     return labels[:, 1:] if head == CAUSAL else labels[:, None] if head == LABELS else labels
 
 
@@ -181,7 +181,7 @@ def logits_of(model: PreTrainedModel, input_ids: Tensor, head: str) -> Tensor:
 
 
 def losses_of(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> Tensor:
-    """The negative log-likelihood of each of the `aligned` labels; zero where it isn't scored."""
+    """The negative log-likelihood of each `aligned` label, or zero if the label isn't scored."""
     return negative_log_likelihood(logits_of(model, input_ids, head), aligned(labels, head))
 
 
@@ -191,11 +191,10 @@ def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> dict[str, float | None]:
-    """Scores of the answers; in a decoder's each token is predicted from the right ones before it. Outputs
-    of NaN are wrong.
+    """The scores of the answers. A decoder predicts each token from the correct tokens before it. NaN logits count as wrong.
 
-    exact: the part of rows whose answer has no wrong token, which is what greedy decoding would get right, too.
-    tokens: the part of right tokens. loss: in nats per token; None if it isn't finite.
+    exact: share of examples whose answer has no wrong token. Greedy decoding would get the same answers right.
+    tokens: token accuracy. loss: in nats per token, or None if it isn't finite.
     """
     model.eval()
     size = max(1, TEST_TOKENS // input_ids.shape[1])
@@ -203,7 +202,7 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: st
     for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
         logits = logits_of(model, rows.to(process_state().device), head).cpu()
         wanted = aligned(answers, head)
-        # The largest of NaN is the first, which may be the wanted one.
+        # argmax returns the first NaN, which may be the correct token.
         right.append((logits.argmax(-1) == wanted) & ~logits.isnan().any(-1))
         losses.append(negative_log_likelihood(logits, wanted))
     scored, found, loss = aligned(labels, head) != IGNORED, torch.cat(right), torch.cat(losses)
@@ -215,5 +214,5 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: st
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON has, or None."""
+    """The value, or None if JSON can't represent it."""
     return value if math.isfinite(value) else None

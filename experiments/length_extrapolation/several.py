@@ -1,4 +1,4 @@
-"""What compare.py and extrapolation.py show of hosts: one table, one record, and curves with a panel for each host and task."""
+"""Outputs of compare.py and extrapolation.py over models: a table, a record, and curves with a panel per model and task."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from hf_posenc.evaluation.metrics import UNCORRECTED
 
 REFUSED = "refused"
 COLUMNS = 3
-"""Panels in a row of a figure."""
+"""Panels per row of a figure."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A host of a study, and what its runs have measured."""
+    """The study of one model, and the results of its runs."""
 
     study: Study
     results: Results
@@ -36,7 +36,7 @@ class Part:
 
 
 def table(parts: Sequence[Part]) -> Table:
-    """The mean over seeds and its interval: a section for each host, task and measure, a column for each test length."""
+    """The means over seeds with intervals: a section per model, task, and metric, and a column per test length."""
     multiples = parts[0].study.setup.multiples
     seeds = {len(part.results.seeds(*key)) for part in parts for key in _keys(part)}
     several = "one seed" if seeds == {1} else f"{report.shown_range(seeds)} seeds"
@@ -57,7 +57,7 @@ def table(parts: Sequence[Part]) -> Table:
 
 
 def differences(parts: Sequence[Part]) -> Table | None:
-    """Of each encoding from the study's first, paired by seed, as `table` has them; None where there is nothing to pair."""
+    """The differences from the study's first encoding, paired by seed, laid out as in `table`. None if there are no pairs."""
     base = next(iter(dict.fromkeys(label for part in parts for _, label in _keys(part))), None)
     multiples = parts[0].study.setup.multiples
     title = f"difference from {base}, over the same seeds ± half of Student's interval"
@@ -86,7 +86,7 @@ def _keys(part: Part) -> list[tuple[str, str]]:
 
 
 def _rows(part: Part, task: str, measure: str, multiples: Sequence[float], seeds: int) -> list[tuple[str, list[str]]]:
-    """The best one at 2 L, or at the last length, first; those that were refused last."""
+    """The rows of a section, sorted from the best at 2 L (or at the last length). Unsupported encodings come last."""
     results, lengths = part.results, length_of(part, task, multiples)
     tried = list(lengths).index(2.0) if 2.0 in lengths else -1
     means = {
@@ -109,7 +109,7 @@ def length_of(part: Part, task: str, multiples: Sequence[float]) -> dict[float, 
 
 
 def refused_table(parts: Sequence[Part]) -> Table | None:
-    """The reasons of all hosts, None where nothing was refused."""
+    """The reasons why models don't support encodings. None if all are supported."""
     made = Table("host", "encoding", "reason", title="refused by a host, the rest runs on", show_lines=True)
     for part in parts:
         for label, reason in part.study.refused.items():
@@ -118,9 +118,9 @@ def refused_table(parts: Sequence[Part]) -> Table | None:
 
 
 def as_record(parts: Sequence[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> dict[str, Any]:
-    """All settings and figures by host, and digests of what all encodings have had: host weights, training and test rows.
+    """All settings and scores by model, with digests of what all encodings share: model weights, training and test examples.
 
-    left_out: host -> tasks that it has no head for.
+    left_out: model -> tasks that it has no head for.
     """
     hosts = {}
     for part in parts:
@@ -137,7 +137,7 @@ def as_record(parts: Sequence[Part], left_out: dict[str, list[str]], failed: dic
 
 
 def draw(parts: Sequence[Part], path: Path) -> None:
-    """A panel for each host and task: a line for each encoding, the same in all of them; the baseline's is grey."""
+    """Plot a panel per model and task. Each encoding has the same line style in all panels. The baseline is gray."""
     shown = [(part, task) for part in parts for task in part.results.tasks]
     labels = list(dict.fromkeys(label for part in parts for _, label in _keys(part)))
     columns = min(COLUMNS, len(shown))
@@ -157,7 +157,7 @@ def draw(parts: Sequence[Part], path: Path) -> None:
 
 
 def styles_of(sheet: Sheet, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A line for each encoding; the baseline's, the last, is grey."""
+    """The line style of each encoding. The baseline is last and gray."""
     others = [label for label in labels if label != figures.BASELINE]
     styles = {label: sheet.line(place, markers=True) for place, label in enumerate(others)}
     return styles | ({figures.BASELINE: figures.GREY} if figures.BASELINE in labels else {})

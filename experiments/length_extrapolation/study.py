@@ -1,6 +1,6 @@
-"""A study: tasks × encodings × seeds of a host, a file for each finished run, so that one that was killed goes on where it was.
+"""A study: tasks × encodings × seeds of one model. Each finished run has a file, so interrupted studies can be resumed.
 
-Runs are spread over processes: those of `carry_out`, or those that Accelerate's launcher has started.
+Runs are distributed over the processes of `carry_out` or of Accelerate's launcher.
 """
 
 import json
@@ -29,10 +29,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """
-    trainings: task -> how it is trained.
-    refused: label -> reason, of encodings that the host can't have.
-    label: of the host, where a command has several.
+    """The runs of one model.
+
+    trainings: task -> training settings.
+    `refused`: label -> reason for each encoding that the model doesn't support.
+    label: the model's label, if a command has several models.
     """
 
     setup: Setup
@@ -43,11 +44,11 @@ class Study:
     label: str = ""
 
     def runs(self) -> list[tuple[str, Encoding, int]]:
-        """All runs, seed by seed, so that an unfinished study has something to say of everything."""
+        """All runs, seed by seed, so that an unfinished study has results for all tasks and encodings."""
         return [(task, each, seed) for seed in self.seeds for task in self.trainings for each in self.encodings]
 
     def settings(self, task: str, label: str) -> Record:
-        """What a run depends on beside its seed, by name; of a task or encoding of another study, what runs have in common."""
+        """The settings of a run except its seed, by name. For other studies' tasks or encodings, only the common settings."""
         settings = asdict(self.setup)
         settings |= settings.pop("sizes") or {}
         if task in self.trainings:
@@ -55,13 +56,13 @@ class Study:
         for each in self.encodings:
             if each.label == label:
                 settings |= {"options": each.options, **models.own_code(each)}
-        return json.loads(json.dumps(settings))  # as a file gives it back
+        return json.loads(json.dumps(settings))  # as read from a file
 
 
 def planned(
     setup: Setup, trainings: dict[str, Training], encodings: Sequence[Encoding], seeds: Sequence[int], label: str = ""
 ) -> Study:
-    """The study of the encodings that the host can have."""
+    """The study of the encodings that the model supports."""
     head = task_of(setup.host, next(iter(trainings))).head
     reasons = {each.label: models.refusal(setup.host, setup.sizes, each, head, setup.host_options) for each in encodings}
     taken = tuple(each for each in encodings if reasons[each.label] is None)
@@ -74,9 +75,9 @@ def file_of(folder: Path, task: str, encoding: Encoding, seed: int) -> Path:
 
 
 def finished(folder: Path, study: Study) -> dict[tuple[str, str, int], Record]:
-    """The runs of a study that its folder has, by task, label and seed.
+    """The finished runs of a study in its directory, by task, label, and seed.
 
-    Raises SystemExit where a run in the folder has other settings.
+    Raises SystemExit if a run in the directory has other settings.
     """
     planned, found = {(task, each.label, seed) for task, each, seed in study.runs()}, {}
     for file in sorted((folder / RUNS).glob("*.json")):
@@ -99,25 +100,25 @@ def finished(folder: Path, study: Study) -> dict[tuple[str, str, int], Record]:
 
 
 def records_of(folder: Path, study: Study) -> list[Record]:
-    """The finished runs of a study, in their order."""
+    """The finished runs of a study, in the order of `Study.runs`."""
     done = finished(folder, study)
     return [done[key] for key in ((task, each.label, seed) for task, each, seed in study.runs()) if key in done]
 
 
 def write(file: Path, record: Record) -> None:
-    """Write a record whole or not at all."""
+    """Write a record atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     records.write(file, record)
 
 
 Planned = tuple[Path, str, Encoding, int]
-"""A run: the folder of its study, task, encoding, seed."""
+"""A run: the directory of its study, task, encoding, and seed."""
 
 
 def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
-    """Do the runs that the folders of studies don't have. Returns the reasons of those that failed, tried again next time.
+    """Execute the unfinished runs of studies by directory. Returns the reasons of failed runs, which are retried next time.
 
-    Processes of Accelerate's launcher take every so many runs of one list each, and all return the reasons of all.
+    Each process of Accelerate's launcher executes an interleaved share of the runs. All processes return all reasons.
     """
     state = process_state()
     if processes > 1 and state.num_processes > 1:
@@ -126,8 +127,8 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     every = [(folder, *run) for folder, study in studies.items() for run in study.runs()]
     missing = [each for each in every if (each[1], each[2].label, each[3]) not in done[each[0]]]
     missing.sort(key=lambda each: studies[each[0]].seeds.index(each[3]))
-    state.wait_for_everyone()  # until all have read the folders, and have the same list
-    # Neighbours in the list take like times, so each process has its share of slow ones.
+    state.wait_for_everyone()  # until all have read the directories and have the same list
+    # Adjacent runs take similar times, so each process gets its share of slow ones.
     mine = missing[state.process_index :: state.num_processes]
     failed: dict[str, str] = {}
     start = len(every) - len(missing)
@@ -174,9 +175,9 @@ def _outcomes(
 
 
 def begin(modules: tuple[str, ...], begun: Any = None) -> None:
-    """In each process: one thread, encodings of one's own, and a GPU in turn where there are some.
+    """Set up a process: one thread, custom encodings, and one of the GPUs in turn, if there are any.
 
-    begun: a shared number of the pool's processes that have begun.
+    begun: a shared count of the pool's processes that have started.
     """
     torch.set_num_threads(1)
     if begun is not None:
@@ -190,13 +191,13 @@ def begin(modules: tuple[str, ...], begun: Any = None) -> None:
 
 
 def quiet() -> None:
-    """Of a process's own: what a checkpoint lacks is told once by the command, not at each loading."""
+    """Silence Transformers. The command reports missing weights of checkpoints once, not at each load."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def attempt(*arguments: Any) -> Record | str:
-    """A run's record, or why it failed: the others go on."""
+    """A run's record, or the reason why it failed. The other runs continue."""
     try:
         return run(*arguments)
     except Exception as error:
@@ -208,6 +209,6 @@ def told(failed: Mapping[str, str]) -> list[str]:
 
 
 def stop_for(failed: Mapping[str, str]) -> None:
-    """Raises SystemExit if there is any."""
+    """Raises SystemExit if any run failed."""
     if failed:
         raise SystemExit("\n".join(["These runs failed, and are tried again next time:", *told(failed)]))

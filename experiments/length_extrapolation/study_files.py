@@ -1,4 +1,4 @@
-"""A study as a YAML file: its keys are flags, a list is several values, a mapping TASK=N or an object with options."""
+"""Read a study from a YAML file. Keys are flags, lists are several values, and mappings are TASK=N or objects with options."""
 
 import argparse
 import difflib
@@ -13,13 +13,13 @@ from experiments.length_extrapolation.flags import PER_TASK
 from experiments.length_extrapolation.tasks import ALL
 
 OBJECTS = ("hosts", "encodings")
-"""Flags whose values may be objects."""
+"""Flags whose values can be objects."""
 ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
-"""Flags that belong to a command, not to a study."""
+"""Flags of a command that are not part of a study."""
 
 
 class Once(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's loader takes the last."""
+    """Raises an error for duplicate keys. YAML's loader would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -29,9 +29,9 @@ class Once(yaml.SafeLoader):
 
 
 def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str] | None = None) -> list[str]:
-    """The flags that a file stands for; of what it says by task, where the command line has `tasks`, what belongs to these.
+    """The flags that a file specifies. If the command line has `tasks`, settings by task are limited to these tasks.
 
-    Raises SystemExit for what is no study.
+    Raises SystemExit if the file isn't a valid study.
     """
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), Once)

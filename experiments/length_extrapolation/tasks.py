@@ -1,11 +1,13 @@
-"""Tasks whose inputs have a length: what a model is trained on up to a length L, and tested on beyond it.
+"""Tasks of variable length. Models are trained on inputs of up to a length L, and tested on longer inputs.
 
-A row of copy, reverse or addition (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466) is a question and its answer;
-the answer alone is scored. One of lm (Press et al., 2022: https://arxiv.org/abs/2108.12409) is a piece of text, one of mlm a
-piece in which some bytes are masked (Devlin et al., 2019: https://arxiv.org/abs/1810.04805). One of classification is a
-sequence of symbols in which two markers stand; its label says which comes first, so it depends on their order alone.
+copy, reverse, addition (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466): a question and its answer. Only the answer
+    is scored.
+lm (Press et al., 2022: https://arxiv.org/abs/2108.12409): a piece of text.
+mlm: a piece of text with some masked bytes (Devlin et al., 2019: https://arxiv.org/abs/1810.04805).
+classification: a sequence of symbols with two markers. The label indicates which marker comes first, so it depends only on
+    their order.
 
-Shapes: B rows, N length of the task, T tokens of a row.
+Shapes: B examples, N length of the task, T tokens per example.
 """
 
 import functools
@@ -21,40 +23,41 @@ IGNORED = -100
 """The label of a token that isn't scored."""
 SYMBOLS, DIGITS, BYTES = 26, 10, 256
 BEGIN, THEN, END = range(3)
-"""Special tokens behind a task's symbols: of the beginning, between the question's parts, of the end."""
+"""Special tokens, numbered after a task's symbols: beginning, end of the question, and end."""
 TEST_SEED = 2**31 - 1
 HELD_OUT = 8
-"""Every so many topics of `help()`, one is for tests."""
+"""One in this many topics of `help()` is for tests."""
 TEST_TOKENS = 2**13
-"""Of the text for tests: bytes, or a tokenizer's tokens."""
+"""Length of the test text in bytes, or in a tokenizer's tokens."""
 
 MASK = BYTES
-"""The token behind the bytes that stands for a masked one."""
+"""The mask token, numbered after the bytes."""
 MASKED_PART = 0.15
 MARKERS = SYMBOLS + 3, SYMBOLS + 4
-"""The two tokens behind the symbols and the special ones whose order classification asks for."""
+"""The two tokens whose order determines the label in classification, numbered after the special tokens."""
 CAUSAL, MASKED, LABELS = "causal", "masked", "labels"
-"""Heads of models: for the next token, for masked tokens, for one label of a row."""
+"""Heads of models: for the next token, for masked tokens, and for one label per example."""
 
 Rows = tuple[Tensor, Tensor]
-"""input_ids `[B, T]`, and labels: `[B, T]`, the token itself or IGNORED; of a task with LABELS `[B]`."""
+"""input_ids `[B, T]`, and labels: `[B, T]` with the token itself or IGNORED, or `[B]` for a task with LABELS."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """
-    unit: what a length counts.
-    measure: "exact match", "accuracy" or "perplexity".
-    vocabulary: number of tokens, special ones included.
-    chance: token accuracy of answers drawn at random.
-    tokens: a length -> the tokens of a row of it.
-    train: L, number of rows, generator -> the rows of one step.
-    test: a length, number of rows -> rows that are the same in each call.
-    length, steps, batch_size: what a study has by default; length is L.
-    digest: of texts that come from the machine, else empty.
-    head: of the model: CAUSAL, MASKED or LABELS.
-    shortest: the least length of a row.
-    longest: of a test row, where the text for tests is limited.
+    """A task.
+
+    unit: the unit of lengths.
+    measure: the metric, "exact match", "accuracy", or "perplexity".
+    vocabulary: number of tokens, including special tokens.
+    chance: token accuracy of random answers.
+    tokens: length -> number of tokens of an example.
+    train: L, number of examples, generator -> the examples of one step.
+    test: length, number of examples -> test examples, the same in each call.
+    length, steps, batch_size: defaults of a study. `length` is L.
+    digest: digest of texts that depend on the Python version, otherwise empty.
+    head: head of the model: CAUSAL, MASKED, or LABELS.
+    shortest: minimum length of an example.
+    longest: maximum length of a test example, if the test text is limited.
     """
 
     unit: str
@@ -101,7 +104,7 @@ def _repeated(symbols: Tensor, answer: Tensor) -> Rows:
 
 
 def as_sum(first: Tensor, second: Tensor) -> Rows:
-    """BEGIN, two numbers, digit by digit in turns, THEN, their sum with one digit more, END. The last digits come first."""
+    """BEGIN, the interleaved digits of two numbers, THEN, their sum with one more digit, END. The last digits come first."""
     rows, length = first.shape
     digits, carry = [], torch.zeros(rows, dtype=torch.long)
     for place in range(length):
@@ -129,7 +132,7 @@ def drawn_order(length: int, rows: int, generator: Generator) -> Rows:
 
 
 def as_order(symbols: Tensor, places: Tensor) -> Rows:
-    """BEGIN, the symbols with the markers at two places `[B, 2]`, END; the label is 1 where the first marker comes first."""
+    """BEGIN, the symbols with the markers at two places `[B, 2]`, END. The label is 1 if the first marker comes first."""
     begin, end = (special(SYMBOLS, which, len(symbols)) for which in (BEGIN, END))
     marked = symbols.scatter(1, places, torch.tensor([MARKERS]).expand_as(places))
     return torch.cat([begin, marked, end], dim=1), (places[:, 0] < places[:, 1]).long()
@@ -138,7 +141,7 @@ def as_order(symbols: Tensor, places: Tensor) -> Rows:
 def up_to(
     draw: Callable[[int, int, Generator], Rows], longest: int, rows: int, generator: Generator, shortest: int = 1
 ) -> Rows:
-    """Rows of one length, drawn from `shortest` to `longest`, so that none is padded."""
+    """Examples of one random length from `shortest` to `longest`, so that none is padded."""
     return draw(int(torch.randint(shortest, longest + 1, (), generator=generator)), rows, generator)
 
 
@@ -147,7 +150,7 @@ def always_the_same(draw: Callable[[int, int, Generator], Rows], length: int, ro
 
 
 def paragraphs() -> tuple[str, str]:
-    """The topics of `help()`, for training and for tests. They share no paragraph."""
+    """The topics of `help()` for training and for tests, without common paragraphs."""
     topics = pydoc_data.topics.topics
     held_out = sorted(topics)[HELD_OUT // 2 :: HELD_OUT]
     tested = [paragraph for name in held_out for paragraph in topics[name].split("\n\n")]
@@ -159,7 +162,7 @@ def paragraphs() -> tuple[str, str]:
 
 @functools.cache
 def texts() -> tuple[Tensor, Tensor]:
-    """The paragraphs as bytes, for training, and so many of those for tests."""
+    """The texts as bytes, for training and for tests. The latter is truncated to TEST_TOKENS."""
     first, second = (torch.tensor(list(text.encode())) for text in paragraphs())
     return first, second[:TEST_TOKENS]
 
@@ -169,17 +172,17 @@ def digest_of(found: tuple[Tensor, Tensor]) -> str:
 
 
 def text_digest() -> str:
-    """Of the texts, which differ between versions of Python."""
+    """A digest of the texts, which differ between Python versions."""
     return digest_of(texts())
 
 
 def windows(length: int, rows: int, generator: Generator) -> Rows:
-    """Pieces of `length` bytes from anywhere in the training text."""
+    """Pieces of `length` bytes from random places in the training text."""
     return scored_from(pieces(texts()[0], length, rows, generator), 1)
 
 
 def tiled(length: int, rows: int) -> Rows:
-    """The test text in pieces of `length` bytes, one behind the other, a remainder left out; `rows` don't count here."""
+    """The test text in consecutive pieces of `length` bytes, without the remainder. `rows` is ignored."""
     return scored_from(cut(texts()[1], length), 1)
 
 
@@ -193,7 +196,7 @@ def cut(text: Tensor, length: int) -> Tensor:
 
 
 def masked(input_ids: Tensor, mask: int, generator: Generator) -> Rows:
-    """MASKED_PART of each row's tokens, at least one, replaced by `mask`; they alone are scored."""
+    """Replace MASKED_PART of each example's tokens, at least one, by `mask`. Only these tokens are scored."""
     count = max(1, round(MASKED_PART * input_ids.shape[1]))
     hidden = torch.rand(input_ids.shape, generator=generator).argsort(1) < count
     return input_ids.masked_fill(hidden, mask), input_ids.masked_fill(~hidden, IGNORED)
@@ -208,7 +211,7 @@ def masked_tiled(length: int, rows: int) -> Rows:
 
 
 def cut_masked(text: Tensor, length: int, mask: int) -> Rows:
-    """A text in pieces, masked at the same places for each length, so that lengths differ in what is around them."""
+    """A text in pieces, masked at the same places for each length, so that lengths differ only in the context."""
     input_ids, labels = masked(text[None], mask, torch.Generator().manual_seed(TEST_SEED))
     return cut(input_ids[0], length), cut(labels[0], length)
 
@@ -222,7 +225,7 @@ def _task(
     steps: int,
     batch_size: int = 32,
 ) -> Task:
-    """A task whose answers are symbols and three special tokens."""
+    """A task with symbols and three special tokens."""
     train, test = functools.partial(up_to, draw), functools.partial(always_the_same, draw)
     return Task(unit, "exact match", symbols + 3, 1 / symbols, tokens, train, test, length, steps, batch_size)
 
@@ -248,7 +251,7 @@ TASKS = {
         longest=TEST_TOKENS,
     ),
 }
-"""Name -> task, of extrapolation.py."""
+"""Name -> task for extrapolation.py."""
 
 COMPARED = {
     "mlm": replace(
@@ -271,6 +274,6 @@ COMPARED = {
         shortest=2,
     ),
 }
-"""Name -> task, of compare.py."""
+"""Name -> task for compare.py."""
 
 ALL = {**TASKS, **COMPARED}

@@ -1,4 +1,4 @@
-"""The tasks in the tokens of a checkpoint: texts by its tokenizer, and symbols as ordinary tokens of its vocabulary."""
+"""Tasks in the tokens of a checkpoint: its tokenizer encodes texts, and ordinary tokens of its vocabulary represent symbols."""
 
 import functools
 import hashlib
@@ -12,15 +12,16 @@ from experiments.length_extrapolation.tasks import ALL, CAUSAL, IGNORED, MASKED,
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 SYMBOLIC = max(task.vocabulary for task in ALL.values() if task.unit != "bytes")
-"""Tokens that a task of symbols needs at most."""
+"""Maximum number of tokens that a task of symbols needs."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """
-    train, test: ids of tokens, without special ones, `[N]`.
-    mask: id of the token that stands for a masked one, None where there is none.
-    ordinary: ids for symbols, `[SYMBOLIC]`.
+    """The texts as tokens of a checkpoint.
+
+    train, test: token IDs without special tokens, `[N]`.
+    mask: ID of the mask token, or None.
+    ordinary: token IDs for symbols, `[SYMBOLIC]`.
     """
 
     train: Tensor
@@ -35,7 +36,7 @@ class Texts:
 
 @functools.cache
 def texts(folder: str) -> Texts:
-    """By the tokenizer of a folder. Raises ValueError where there is none."""
+    """The texts as tokens of the tokenizer in a directory. Raises ValueError if it has none, or too few ordinary tokens."""
     try:
         tokenizer = required_tokenizer(folder)
     except (OSError, ValueError) as error:
@@ -55,7 +56,7 @@ def _paragraphs() -> tuple[str, str]:
 
 
 def task(name: str, folder: str) -> Task:
-    """A task in the tokens of a checkpoint. Raises ValueError where its tokenizer has none for it."""
+    """A task in the tokens of a checkpoint. Raises ValueError if its tokenizer lacks tokens for the task."""
     own, found = ALL[name], texts(folder)
     if own.unit != "bytes":
         return replace(
@@ -90,7 +91,7 @@ def _test(found: Texts, head: str, length: int, rows: int) -> Rows:
 
 
 def mask_of(found: Texts) -> int:
-    """Raises ValueError where a tokenizer has no mask token."""
+    """The ID of the mask token. Raises ValueError if the tokenizer has none."""
     if found.mask is None:
         raise ValueError("the tokenizer of the checkpoint has no mask token, which mlm needs")
     return found.mask
@@ -105,7 +106,7 @@ def _mapped_test(own: Task, ordinary: Tensor, length: int, rows: int) -> Rows:
 
 
 def _mapped(rows: Rows, ordinary: Tensor) -> Rows:
-    """Rows whose symbols are the ordinary tokens; labels of a row, and those that aren't scored, stay."""
+    """Replace symbols by ordinary tokens. Labels of whole examples and IGNORED labels stay the same."""
     input_ids, labels = rows
     if labels.dim() > 1:
         labels = ordinary[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)

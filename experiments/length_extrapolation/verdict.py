@@ -1,7 +1,7 @@
-"""What the papers say of length generalisation, each claim compared with the figures of a study.
+"""Compare the papers' claims about length generalization with the results of a study.
 
-A difference is taken within each seed, where the data and the host's weights are the same, and counts if Student's 95 %
-interval of its mean leaves out zero; a bound, if the interval lies on one side of it.
+Differences are computed within each seed, with the same data and model weights. A difference counts if Student's 95% interval
+of its mean excludes zero. A bound counts if the interval is on one side of it.
 """
 
 import math
@@ -12,16 +12,16 @@ from typing import Any
 from experiments.length_extrapolation.results import Mean, Results
 
 EXPECTED, KAZEMNEJAD, PRESS = "expected of copy", "Kazemnejad et al. 2023", "Press et al. 2022"
-"""Where a claim is from. The first is a common expectation and no claim of a paper: Kazemnejad et al. find no encoding that is
-above none over all tasks."""
+"""Sources of claims. The first is a common expectation, not a paper's claim: Kazemnejad et al. find no encoding better than
+`none` over all tasks."""
 NEAR_ZERO = 0.05
-"""An accuracy up to this is near zero; token accuracy is counted from that of chance, which is 0, to 1."""
+"""Accuracies up to this value are near zero. Token accuracy is rescaled so that chance is 0 and the maximum is 1."""
 FLAT, BLOWN_UP = 1.05, 1.5
-"""Perplexity at 8 L in that at L: up to the first it is flat, from the second on it has blown up."""
+"""Ratios of perplexity at 8 L to that at L. Up to FLAT, it stays flat. From BLOWN_UP, it blows up."""
 LEARNED = 0.9
-"""The accuracy at L from which a task counts as learned."""
+"""Minimum accuracy at L for a task to count as learned."""
 TRIED = 0.5
-"""An accuracy at L below this says that a task wasn't learned, so that nothing follows from what is beyond L."""
+"""Below this accuracy at L, a task wasn't learned, and scores beyond L mean nothing."""
 SEEN, NOT_SEEN, OPEN, UNLEARNED, FLOOR, MISSING = "seen", "not seen", "open", "not learned", "all near zero", "not measured"
 ANSWERS = {
     SEEN: "as the paper has it",
@@ -35,7 +35,7 @@ ANSWERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """answer: one of ANSWERS. figures: what it is computed from, in words."""
+    """A claim and its verdict. answer: one of ANSWERS. figures: the numbers that it is computed from, as text."""
 
     source: str
     claim: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def findings(results: Results) -> list[Finding]:
-    """All claims. Accuracies are judged as exact match and, since that may be zero for all, by tokens."""
+    """The findings for all claims. Accuracy is judged by exact match and by token accuracy, since the former can be zero."""
     made = []
     for measure in ("exact", "tokens"):
         name = {"exact": "exact match", "tokens": "tokens above chance"}[measure]
@@ -65,13 +65,13 @@ def findings(results: Results) -> list[Finding]:
 
 
 def at(results: Results, task: str, multiple: int) -> int | None:
-    """The test length of a multiple of L, if it was tested."""
+    """The test length for a multiple of L, or None if it wasn't tested."""
     length = multiple * results.trained_length(task)
     return length if length in results.lengths(task) else None
 
 
 def accuracy(results: Results, task: str, label: str, multiple: int, measure: str) -> dict[int, float] | None:
-    """Seed -> accuracy; of tokens counted from chance, below which it is 0."""
+    """Seed -> accuracy. Token accuracy is rescaled so that chance or less is 0."""
     length = at(results, task, multiple) if task in results.tasks else None
     if length is None or not results.seeds(task, label):
         return None
@@ -81,7 +81,7 @@ def accuracy(results: Results, task: str, label: str, multiple: int, measure: st
 
 
 def growth(results: Results, label: str) -> dict[int, float] | None:
-    """Seed -> perplexity at 8 L in that at L."""
+    """Seed -> ratio of the perplexity at 8 L to that at L."""
     lengths = [at(results, "lm", multiple) if "lm" in results.tasks else None for multiple in (1, 8)]
     if None in lengths or not results.seeds("lm", label):
         return None
@@ -93,7 +93,7 @@ def growth(results: Results, label: str) -> dict[int, float] | None:
 
 
 def compared(higher: dict[int, float], lower: dict[int, float]) -> tuple[str, Mean] | None:
-    """Whether the first is higher, with the differences over the seeds that both have; None without a common seed."""
+    """Whether the first is higher, and the differences over common seeds. None without common seeds."""
     if not (common := sorted(higher.keys() & lower.keys())):
         return None
     difference = Mean(tuple(_minus(higher[seed], lower[seed]) for seed in common))
@@ -103,11 +103,11 @@ def compared(higher: dict[int, float], lower: dict[int, float]) -> tuple[str, Me
 
 
 def _minus(first: float, second: float) -> float:
-    return 0.0 if first == second else first - second  # two infinite perplexities are the same
+    return 0.0 if first == second else first - second  # two infinite perplexities are equal
 
 
 def _over(results: Results, tasks: Sequence[str], label: str, multiple: int, measure: str) -> dict[int, float] | None:
-    """Seed -> mean accuracy over tasks, of seeds that have all of them."""
+    """Seed -> mean accuracy over tasks, for seeds with all tasks."""
     each = [accuracy(results, task, label, multiple, measure) for task in tasks]
     if not each or None in each:
         return None
@@ -143,13 +143,13 @@ def _near_zero(results: Results, task: str, label: str, measure: str, where: str
 
 
 def _all_near_zero(results: Results, tasks: Sequence[str], measure: str) -> bool:
-    """Whether no encoding of the study is above NEAR_ZERO at 2 L, in any of the tasks."""
+    """Whether all encodings are at or below NEAR_ZERO at 2 L in all of these tasks."""
     found = [accuracy(results, task, label, 2, measure) for task in tasks for label in results.encodings(task)]
     return all(Mean(tuple(values.values())).mean <= NEAR_ZERO for values in found if values)
 
 
 def _tried(values: dict[int, float] | None) -> bool:
-    """Whether an accuracy at L is that of a task which was learned, for the most part."""
+    """Whether the mean accuracy at L shows that the task was mostly learned."""
     return values is not None and Mean(tuple(values.values())).mean >= TRIED
 
 
@@ -163,7 +163,7 @@ def _grown(results: Results, label: str, does: str, holds: Callable[[float], boo
 
 
 def _bounded(values: dict[int, float], holds: Callable[[float], bool]) -> str:
-    """Whether a bound holds at both ends of the interval of the mean, or at none."""
+    """Whether a bound holds at both ends of the mean's interval (SEEN), at neither (NOT_SEEN), or at one (OPEN)."""
     mean = Mean(tuple(values.values()))
     if math.isinf(mean.mean):
         return SEEN if holds(mean.mean) else NOT_SEEN
@@ -187,7 +187,7 @@ def _shown(values: dict[int, float] | None) -> str:
 
 
 def summary(found: Sequence[Finding]) -> str:
-    """One sentence: whether the papers' ranking is seen."""
+    """A sentence on whether the papers' ranking is reproduced."""
     measured = [each for each in found if each.answer != MISSING]
     if not measured:
         return "Whether the papers' ranking is seen: nothing of it was measured."
@@ -206,7 +206,7 @@ def as_record(found: Sequence[Finding]) -> dict[str, Any]:
 
 
 def learned(results: Results, task: str) -> list[str]:
-    """The encodings that reach LEARNED at L, on average over the seeds."""
+    """The encodings whose mean exact match over seeds reaches LEARNED at L."""
     length = at(results, task, 1)
     if length is None or task == "lm":
         return []

@@ -20,7 +20,7 @@ def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: C
 
     Args:
         cls: the model class that contains the component, usually the base model. Subclasses inherit the registration.
-        path: dotted path of the component in `cls`: an `nn.Embedding` that is called with position ids, a parameter or buffer
+        path: dotted path of the component in `cls`: an `nn.Embedding` that is called with position IDs, a parameter or buffer
             `[..., positions, D]` that is added to hidden states, or, with `disabled_output`, any other module.
         disabled_output: a module-level function that maps the component's output to the output without positions, such as
             angles with cosine 1 and sine 0.

@@ -1,1 +1,1 @@
-"""Changing the positions of a model: patch, unpatch, convert, extend, from_v4."""
+"""Functions that change a model's positions: patch, unpatch, convert, extend, from_v4, and to_stock."""

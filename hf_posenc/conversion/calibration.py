@@ -1,17 +1,17 @@
-"""Fits the encodings of a patched model to its original: layer by layer, without training.
+"""Fits the encodings of a patched model to its original, layer by layer, without training.
 
-The goal is the original's attention. The patched model runs once, over all texts. Each attention that it comes to gets the
-parameters which minimise the mean Kullback-Leibler divergence KL(original ‖ model) of its queries' attention, given the inputs
-that the layers calibrated before it pass on. Then each of the layer's two blocks gets the median difference of what it
-contributes to the residual sum, one vector (of the mean a few tokens, such as [SEP], would make the most: their states are
-far larger than all others). Parameters which several attentions share (`per_layer=False`, ALBERT's layers) are
-fitted to all of them together, in several runs, since the inputs change with them.
+The patched model runs once over all texts. Each attention gets the parameters that minimize the mean Kullback-Leibler
+divergence KL(original ‖ model) of its queries' attention. Its inputs come from the layers that are already calibrated. Then
+each of the layer's two blocks gets one vector: the median difference of its contributions to the residual stream. A mean would
+depend mostly on a few tokens, such as [SEP], whose states are far larger than all others. Several attentions can share
+parameters (`per_layer=False`, ALBERT's layers). These are fitted to all of them jointly, in several runs, because the inputs
+change with the parameters.
 
-Where a bias is one free number for each head and row of distances, model and original give equal attention mass to each row
-at the minimum. Iterative proportional fitting leads there: bias += log(mass in the original / mass in the model), repeated
-(https://doi.org/10.1214/aoms/1177731829). Other parameters are found by L-BFGS.
+If a bias has one free number for each head and bias row, model and original give equal attention mass to each row at the
+minimum. Iterative proportional fitting reaches it by repeating bias += log(mass in the original / mass in the model)
+(https://doi.org/10.1214/aoms/1177731829). Other parameters are fitted with L-BFGS.
 
-Shapes: N texts, L tokens, H heads, E head_dim, D hidden_size, R rows of distances.
+Shapes: N texts, L tokens, H heads, E head_dim, D hidden_size, R bias rows.
 """
 
 import functools
@@ -34,20 +34,20 @@ from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 from hf_posenc.modeling.text_batches import real_tokens
 
 MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
-"""Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
+"""Maximum number of rounds of proportional fitting, and the relative error of attention masses at which they end."""
 ITERATIONS, BY_GRADIENTS = 30, 8
-"""Maximum number of L-BFGS iterations, and of texts which they run on."""
+"""Maximum number of L-BFGS iterations, and of texts that they use."""
 RUNS = 5
-"""How often the model is run where attentions share parameters."""
+"""Number of runs that fit parameters shared by several attentions."""
 FARTHEST = 2**24
-"""A distance beyond all that encodings tell apart."""
+"""A distance beyond all that encodings distinguish."""
 LEAST = 1e-6
-"""Mass below which a row of distances counts as unseen."""
+"""Attention mass below which a bias row counts as unseen."""
 
 
 @dataclass
 class Original:
-    """What the original computes on a batch.
+    """Outputs of the original on a batch.
 
     attentions: path of an attention -> its probabilities in each call, `[N, H, L, L]` in bfloat16.
     contributions: path of a module -> its outputs for real tokens in each call, `[tokens, D]`.
@@ -63,7 +63,8 @@ class Original:
 class AttentionRecord:
     """One call of an attention of the patched model.
 
-    goal: the original's probabilities, `[N, H, L, L]`. shown: which tokens are real, `[N, L]`.
+    goal: the original's probabilities, `[N, H, L, L]`.
+    shown: which tokens are real, `[N, L]`.
     """
 
     encodings: list[PositionEncoding]
@@ -74,23 +75,24 @@ class AttentionRecord:
     shown: Tensor
 
     def texts(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
-        """By text: the original's probabilities `[H, Q, L]` of its real queries, and a function for the model's logarithms."""
+        """For each text, the original's probabilities `[H, Q, L]` of real queries, and a function that returns the model's log
+        probabilities."""
         for i, shown in enumerate(self.shown):
             goal = self.goal[i][:, shown].float()
             yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, self.seen[shown] & shown)
 
     @functools.cached_property
     def seen(self) -> Tensor:
-        """Which keys each query's place sees, `[L, L]`: those with a probability in any head of any text. Single ones may be
-        rounded to 0, as those below 6e-8 are in float16."""
+        """Which keys each query position can attend to, `[L, L]`: those with a nonzero probability in any head of any text.
+        A single probability may be rounded to 0, such as those below 6e-8 in float16."""
         return ((self.goal.amax(1) > 0) & self.shown[:, :, None]).any(0)
 
     def numbered(self) -> Iterator[tuple[tuple[Tensor, Callable[[], Tensor]], Tensor]]:
-        """`texts`, each with which of its tokens are real."""
+        """`texts`, each with its row of `shown`."""
         return zip(self.texts(), self.shown, strict=True)
 
     def _log_probabilities(self, text: slice, shown: Tensor, seen: Tensor) -> Tensor:
-        """Keys that the original doesn't see are hidden from the model, too: padding, the future, what is beyond a window."""
+        """Keys that the original masks (padding, later tokens, tokens beyond a window) are masked in the model also."""
         own = {
             name: value if value is None or len(value) == 1 else value[text]
             for name in ("positions", "start", "keys")
@@ -108,12 +110,15 @@ class AttentionRecord:
 
 
 def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
-    """Run a stack on a batch, whatever its config says of outputs and caches. Returns the last hidden states, `[N, L, D]`."""
+    """Run a stack on a batch, regardless of its config's output and cache settings. Returns the last hidden states `[N, L, D]`.
+
+    asked: further arguments of the stack.
+    """
     return stack(**batch, use_cache=False, return_dict=True, **asked).last_hidden_state
 
 
 def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
-    """Run an original stack, whose attention implementation is "eager", on a batch. Paths are relative to it."""
+    """Run an original stack on a batch. Its attention implementation must be "eager". Paths are relative to the stack."""
     original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), real_tokens(batch)
     square = (batch["input_ids"].shape[1],) * 2
 
@@ -129,7 +134,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
         original.attentions[path].append(found.bfloat16())
 
     def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # not of an expert, which gets some of the tokens
+        if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # an expert gets only some of the tokens
             original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
@@ -140,15 +145,15 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
 def calibrate(
     stack: Any, original: Original, batch: Mapping[str, Tensor], progress: Callable[[], Any]
 ) -> list[tuple[float, float]]:
-    """Fit the encodings and Offsets of a patched stack. `progress` is called after each attention of each run.
+    """Fit the encodings and `MeanOffset`s of a patched stack. It calls `progress` after each attention of each run.
 
-    Returns the divergence of each attention's calls, before and after.
+    Returns the divergence of each attention call, before and after calibration.
     """
     return _Calibration(stack, original, real_tokens(batch), progress).run(batch)
 
 
 def runs(original: Original, stack: Any) -> int:
-    """How often `calibrate` runs the model: once, or several times and one more to measure where parameters are shared."""
+    """Number of runs of the model in `calibrate`. Shared parameters need several runs, and one more for measuring."""
     shared = any(map(trained, stack.posenc.named_parts().values()))
     return RUNS + 1 if shared or any(len(calls) > 1 for calls in original.attentions.values()) else 1
 
@@ -179,7 +184,7 @@ class _Calibration:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Calls `attended` for each attention before its bias is computed, and `contributed` with what is contributed."""
+        """Calls `attended` for each attention before its bias is computed, and `contributed` with each block's output."""
         modules = {path: self.stack.get_submodule(path) for path in self.original.attentions}
         own = {path: getattr(module, "posenc", None) for path, module in modules.items()}
         for path, module in modules.items():
@@ -230,7 +235,7 @@ class _Calibration:
 
 
 class _CallRecorder(PositionEncoding):
-    """Stands in an attention beside its own encodings, and sees each call before their biases are computed."""
+    """A part added before an attention's own encodings. It observes each call before their biases are computed."""
 
     def __init__(self, own: PositionEncoding | None, watch: Callable[[Tensor, Tensor, PositionContext], None]) -> None:
         nn.Module.__init__(self)
@@ -244,12 +249,12 @@ class _CallRecorder(PositionEncoding):
 
 
 def trained(encoding: PositionEncoding) -> list[nn.Parameter]:
-    """The parameters of a bias."""
+    """The trainable parameters of an encoding's bias. Empty if it adds no bias."""
     return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if adds_score_bias(encoding) else []
 
 
 def fit(calls: Sequence[AttentionRecord]) -> None:
-    """Minimise the divergence over these calls by the parameters of all encodings that act in them."""
+    """Minimize the divergence over these calls with respect to the parameters of all their encodings."""
     encodings = [e for e in dict.fromkeys(e for call in calls for e in call.encodings) if trained(e)]
     dtypes = [next(encoding.parameters()).dtype for encoding in encodings]
     for encoding in encodings:
@@ -261,7 +266,7 @@ def fit(calls: Sequence[AttentionRecord]) -> None:
 
 
 def divergence(calls: Sequence[AttentionRecord]) -> float:
-    """KL(original ‖ model) in nats, the mean over heads and real queries."""
+    """Mean KL(original ‖ model) over heads and real queries, in nats."""
     return sum(float(_divergence(*text)) for call in calls for text in call.texts()) / sum(call.queries for call in calls)
 
 
@@ -270,7 +275,7 @@ def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor
 
 
 def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> bool:
-    """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
+    """Iterative proportional fitting. Returns False if a bias doesn't have one free number for each head and row."""
     length = calls[0].goal.shape[-1]
     distance = torch.arange(1 - length, length, device=calls[0].query.device)
     rows = [
@@ -298,7 +303,7 @@ def _total(masses: Iterable[Tensor]) -> Tensor:
 
 
 def row_count(encoding: PositionEncoding) -> int:
-    """How many rows of parameters an encoding has for distances; 0 for none."""
+    """The number of an encoding's bias rows. 0 if it has none."""
     ends = encoding.rows(torch.tensor([-FARTHEST, 0, 1, FARTHEST]))
     return 0 if ends is None else int(ends.max()) + 1
 
@@ -310,7 +315,7 @@ def _mass(probabilities: Tensor, shown: Tensor) -> Tensor:
         whole = probabilities.new_zeros(heads, length, length)
         whole[:, shown] = probabilities
         probabilities = whole
-    # Row i of L is shifted by L - 1 - i places, so that each column is one distance.
+    # Row i of L is shifted by L - 1 - i positions, so that each column is one distance.
     padded = F.pad(probabilities.flip(1), (0, length))
     return padded.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
 
@@ -336,7 +341,7 @@ def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Att
 
 
 def _of_tokens(output: Tensor, shown: Tensor) -> Tensor:
-    """Of hidden states `[1 or N, L, D]` those of real tokens, `[tokens, D]`."""
+    """The hidden states of real tokens, `[tokens, D]`, from `[1 or N, L, D]`."""
     return output.expand(*shown.shape, -1)[shown]
 
 

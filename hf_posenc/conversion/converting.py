@@ -1,4 +1,4 @@
-"""`convert`: a trained model gets another encoding and keeps what it has learned. Calibration, no training loop."""
+"""`convert` gives a trained model another encoding and preserves its quality by calibration, without a training loop."""
 
 import functools
 import itertools
@@ -33,9 +33,9 @@ from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
-"""Texts to calibrate on and their length in tokens; texts to measure on; texts of which the longest are chosen."""
+"""Number of calibration texts, their length in tokens, number of held-out texts, and number of texts to choose from."""
 ENOUGH = 32
-"""Least number of pairs of tokens for each row of distances."""
+"""Minimum number of token pairs for each bias row."""
 
 
 def convert(
@@ -77,7 +77,7 @@ def convert(
             `exportable`, the encoding has no equivalent class for this model.
     """
     if is_sentence_transformer(model):
-        # As a function: the twin has a tokenizer of its own, and this one stays as it is.
+        # A function, so that only the copy's tokenizer gets another model_max_length.
         own: Any = model.tokenizer
         own = own.__call__ if tokenizer is None else tokenizer
         given = {"texts": texts, "tokenizer": own, "max_length": max_length, "exportable": exportable}
@@ -86,7 +86,7 @@ def convert(
     refuse(model, "convert")
     refuse_patched(model, "convert")
     specs.raise_if_v4_relative(model, "it can't be calibrated against")
-    # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
+    # Parameters created in inference mode couldn't be trained. Tensors without an explicit device belong on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
         options = _with_own_layers(encoding, options, not exportable)
@@ -136,7 +136,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
 
 
 def _with_own_layers(encoding: Any, options: dict[str, Any], per_layer: bool) -> dict[str, Any]:
-    """The options with `per_layer` of all parts that have it, unless it is given."""
+    """The options, with `per_layer` added for each part that has this option, unless it is given."""
     kind = encoding_class(encoding["type"] if isinstance(encoding, dict) and "type" in encoding else encoding)
     parts, given = kind.component_classes(), {**(encoding if isinstance(encoding, dict) else {}), **options}
     added = {}
@@ -150,7 +150,7 @@ def _with_own_layers(encoding: Any, options: dict[str, Any], per_layer: bool) ->
 
 
 def _twin(model: Any) -> Any:
-    """The model with the same parameters, ready to give out its attention, so that the given one isn't touched."""
+    """A copy in eval mode that shares the model's parameters and can return attention probabilities."""
     twin = clone_sharing_parameters(model)
     twin.set_attn_implementation("eager")
     return twin.eval()
@@ -171,7 +171,7 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
 
 
 def _wanted_length(spec: Any, found: structure.Structure) -> int:
-    """In tokens: twice the greatest distance that has a number of its own, within what original and model read."""
+    """The length of calibration texts in tokens. It covers twice `max_distance`, within the maximum lengths of both models."""
     parts = spec.encoding.by_part(dict(spec.options)).values()
     reach = max(options.get("max_distance", 0) for options in parts)
     limits = [limit for limit in (found.usable_length, spec.max_length) if limit is not None]
@@ -193,7 +193,7 @@ def _tokenizer(model: Any, given: Any) -> Any:
 
 
 def _batches(given: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The batch to calibrate on, and the one to measure on, which may be empty."""
+    """The calibration batch and the held-out batch, which may be empty."""
     found = (row for row in read_rows(given, tokenizer, length) if len(row["input_ids"]))
     rows = list(itertools.islice(found, READ))
     if not rows:
@@ -206,7 +206,7 @@ def _batches(given: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict
 
 
 def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
-    """Raises ValueError where an encoding has rows for distances that hardly any pair of tokens has."""
+    """Raises ValueError if an encoding has bias rows for distances that too few token pairs have."""
     sizes = real_tokens(batch).sum(1)
     length = int(sizes.max())
     distance = torch.arange(1 - length, length)
@@ -218,7 +218,7 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
             continue
         rows: Any = encoding.rows(distance[distance <= last])
         found = torch.zeros(calibration.row_count(encoding), dtype=torch.long).index_add_(0, rows, pairs[distance <= last])
-        # The rows of distances that no pair of these texts has are the outermost.
+        # Only the outermost bias rows can belong to distances that don't occur in these texts.
         least, row = min((int(found[row]), int(row)) for row in (*needed, *rows.unique()))
         if least < ENOUGH:
             every = torch.arange(-calibration.FARTHEST, last + 1)
@@ -240,7 +240,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
             "The hidden states of the original model contain NaN or infinite values for these texts. Check that its weights "
             "are finite, or convert it in float32."
         )
-    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+    # Modules that don't return states of all tokens keep offsets of 0, because a loaded model has all offsets.
     _install_offsets(stack, contributions(found))
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
@@ -271,14 +271,14 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
 
 @torch.no_grad()
 def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
-    """The mean cosine of token states with the original's."""
+    """The mean cosine similarity of hidden states with those of the original."""
     ours = calibration.states(stack, batch)
     cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
     return float(cosine[real_tokens(batch)].mean())
 
 
 def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
-    """Install Offsets of the model's device and type, marked as having their values."""
+    """Install `MeanOffset`s on the model's device and in its dtype, marked as initialized."""
     offsets.install(stack, widths.items())
     like = next(stack.parameters())
     for path in widths:

@@ -1,4 +1,4 @@
-"""to_stock: a patched model as a class of Transformers that computes the same function."""
+"""`to_stock` exports a patched model to a Transformers class that computes the same function."""
 
 import copy
 import functools
@@ -23,9 +23,9 @@ from hf_posenc.modeling.parameter_sharing import build_on_meta, compute_buffers,
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
 TOLERANCE = 1e-5
-"""Largest difference in float32 between the outputs of both models, in units of the largest output above 1."""
+"""Maximum difference between the outputs of both models in float32, relative to the largest output if that is above 1."""
 LENGTHS = (9, 140, 600)
-"""Lengths in tokens at which both are compared, as far as they support them."""
+"""Lengths in tokens at which both models are compared, limited to their maximum length."""
 PAGE = "docs/guides/export.md lists the encodings that have an equivalent class."
 
 
@@ -75,7 +75,7 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
 
 
 class _NoEquivalent(Exception):
-    """Why a class doesn't compute the same function; empty if it isn't related."""
+    """The reason why a class doesn't compute the same function. Empty if the class is unrelated."""
 
 
 def _nearest(model: Any, original: Any) -> str:
@@ -100,7 +100,7 @@ def _check_one_pass(model: Any) -> None:
 
 
 def _length(model: Any, asked: int | None) -> int:
-    """The number of tokens for tables."""
+    """The number of positions for position embeddings. Raises ValueError for an invalid max_length."""
     limits = [
         module.posenc.geometry.max_length
         for module in model.modules()
@@ -127,13 +127,13 @@ def _sentence_transformer(outer: Any, max_length: int | None) -> Any:
 
 
 def without_unused_inputs(tokenizer: Any, model: Any) -> None:
-    """Let a tokenizer return only what a model reads: MPNet has no token types."""
+    """Remove token_type_ids from a tokenizer's outputs if the model's forward doesn't accept them (MPNet)."""
     read = signature(type(model).forward).parameters
     tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids" or name in read]
 
 
 def _own_class(model: Any, length: int) -> Any:
-    """A model of its original class: with tables filled by the encoding's vectors, or rotated by other parameters."""
+    """A model of the original class, with the encoding's vectors as position embeddings, or with other RoPE parameters."""
     spec, stock = model.config.position_spec, type(model).original_class
     if spec.submodel is not None or spec.where or spec.layers:
         raise _NoEquivalent("")
@@ -166,7 +166,7 @@ def _own_class(model: Any, length: int) -> Any:
 
 
 def _room(model: PreTrainedModel) -> int:
-    """The number of positions in the tables of a model."""
+    """The number of positions in a model's position embeddings."""
     return min(
         each.stack.get_parameter(component.learned_table[0]).shape[0] - component.learned_table[1]
         for each in detection.find_all(model).values()
@@ -176,7 +176,7 @@ def _room(model: PreTrainedModel) -> int:
 
 
 def _tables(model: PreTrainedModel) -> set[str]:
-    """Paths of the modules with tables of positions."""
+    """Paths of a model's positional components."""
     found: set[str] = set()
     for name, each in detection.find_all(model).items():
         found |= {f"{name}.{component.path}".strip(".") for component in each.components}
@@ -184,7 +184,7 @@ def _tables(model: PreTrainedModel) -> set[str]:
 
 
 def _vectors(stack: Any, shape: torch.Size, first: int) -> Tensor:
-    """The rows of a table, whose row `first` is of position 0."""
+    """Position embeddings of this shape, whose row `first` belongs to position 0."""
     like = next(stack.parameters())
     table = torch.zeros(shape, dtype=like.dtype, device=like.device)
     if "embed" in stack.posenc.mechanisms():
@@ -195,7 +195,7 @@ def _vectors(stack: Any, shape: torch.Size, first: int) -> Tensor:
 
 
 def _rotated(model: Any, original: Any, options: Mapping[str, Any]) -> Any:
-    """A model with rotary embeddings of its own, by other parameters."""
+    """A model of the original class whose rotary embeddings have other parameters."""
     config = stock_config(model.config, type(original))
     if not isinstance(getattr(config, "rope_parameters", None), dict) or "rope_theta" not in config.rope_parameters:
         raise _NoEquivalent(f"{type(original).__name__} has no single set of rotary parameters")
@@ -206,7 +206,7 @@ def _rotated(model: Any, original: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _without_rotation_in_layers(model: Any, length: int) -> Any:
-    """Llama with `rope` in some layers: SmolLM3."""
+    """SmolLM3, which is Llama with `rope` in some layers."""
     spec, stock = model.config.position_spec, type(model).original_class
     if stock.config_class.model_type != "llama" or spec.submodel is not None:
         raise _NoEquivalent("")
@@ -247,7 +247,7 @@ def _acting_layers(model: Any, layers: int) -> set[int]:
 
 
 def _other_class(target: Target, model: Any, length: int) -> Any:
-    """An encoder of BERT's kind with the encoding of another family."""
+    """A model of the target family, for a BERT-like encoder with that family's encoding."""
     spec, stock = model.config.position_spec, type(model).original_class
     kind = stock.config_class.model_type
     family = BERT_LIKE.get(kind)
@@ -319,7 +319,7 @@ def _base(model: Any, family: Any) -> Any:
 
 
 def _pairs(family: Any, target: Target, task: str, model: Any, built: Any) -> dict[str, str]:
-    """Path in the target -> path in the source, of the modules that both have."""
+    """Path in the target -> path in the source, for modules that both have."""
     prefixes = tuple(f"{each.base}." if hasattr(other, each.base) else "" for each, other in ((family, model), (target, built)))
     here, there = prefixes
     pairs: dict[str, str] = {}
@@ -340,7 +340,7 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> None:
-    """Give the modules of a target the parameters of those of a source, with calibrated offsets in their biases."""
+    """Assign the source's parameters to the target's modules, and add calibrated offsets to their biases."""
     for path, other in pairs.items():
         module: Any = target.get_submodule(path)
         given: Any = source.get_submodule(other)
@@ -352,7 +352,7 @@ def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> N
 
 
 def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded: bool) -> None:
-    """What a target has in another form: token types within words, empty positions, biases, the bias of its decoder."""
+    """Set what the target stores in another form: token types in word embeddings, zero positions, and biases."""
     inner, theirs = _base(built, target), _base(model, family)
     like = theirs.get_submodule(family.body["word"]).weight
     offset = theirs.embeddings.position_embeddings._modules.get("posenc")
@@ -381,7 +381,7 @@ def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded
 
 
 def _finished(model: Any, built: Any) -> Any:
-    """The new model with its buffers, mode, and settings for generation."""
+    """The new model with its buffers, mode, and generation_config."""
     for module in reversed([*built.modules()]):
         if isinstance(module, PreTrainedModel):
             compute_buffers(module, model.device)
@@ -411,7 +411,7 @@ def _verify(model: Any, built: Any) -> None:
 
 
 def _float32(model: Any) -> Any:
-    """The model in eval mode and float32 on the CPU; a copy if it must change."""
+    """The model in eval mode and float32 on the CPU. A copy if it has to change."""
     plain = model.dtype == torch.float32 and model.device.type == "cpu" and not model.training
     return model if plain else copy.deepcopy(model).to("cpu", torch.float32).eval()
 
@@ -422,9 +422,9 @@ def _usable(model: Any) -> int | None:
 
 
 def _inputs(model: Any, length: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Random tokens `[2, L]`; the same with the second row padded on the right, and, for decoders, on the left.
+    """Random tokens `[2, L]`, the same with the second row padded on the right, and, for decoders, on the left.
 
-    Of rows that are padded on the left, original classes count the padding in encoders, which patched ones don't.
+    Encoders are not compared with left padding. Original classes count it in positions, and patched classes don't.
     """
     config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
     padding = config.pad_token_id if config.pad_token_id is not None else 0
@@ -445,7 +445,7 @@ def _inputs(model: Any, length: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _outputs(ours: Any, theirs: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name -> the outputs of both models at the tokens that the mask shows."""
+    """Name, and the outputs of both models at tokens that aren't masked."""
     first, second = ours(**inputs), theirs(**inputs)
     mask = inputs.get("attention_mask")
     for key, expected in first.items():

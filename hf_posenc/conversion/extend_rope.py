@@ -1,4 +1,4 @@
-"""Stock models whose rotary positions get other rules."""
+"""Extends original models with rotary positions by changing their RoPE rule."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,20 +16,22 @@ from hf_posenc.encodings.table_interpolation import DYNAMIC, GROUPED, WINDOWS
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 ROPE = "rope_parameters"
-"""The config field of rotary positions: one rule's parameters, or those of each type of layer by its name."""
+"""The config field of rotary positions. It contains the parameters of one rule, or one rule for each layer type."""
 NEARBY = ("sliding", "chunked")
-"""How the types of layers begin whose tokens see few others, and need no longer positions."""
+"""Prefixes of layer types with local attention, which don't need longer positions."""
 ROTARY = (*EXTENDING, GROUPED)
 """The methods for rotary positions."""
 FEW = 8
-"""Tokens by which two ways of computing rotations are compared."""
+"""Number of tokens on which two computations of rotations are compared."""
 SAME = 1e-3
-"""The part of what positions change at all by which two ways of computing them may differ in float32."""
+"""Maximum difference between two computations of positions in float32, relative to the total effect of positions."""
 
 
 def with_other_rotations(host: ExtensionTarget) -> Any:
-    """A model of the same class whose config has other parameters of its rotations; a patched one with `rope` where no config
-    says them, or where tokens far away are to be grouped. Raises ValueError, UnsupportedModelError."""
+    """A model of the same class whose config has other RoPE parameters.
+
+    If the config has no such parameters, or the method is "grouped" or "windows", the result is a patched model. Raises
+    ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in (*ROTARY, WINDOWS):
         raise ValueError(
@@ -67,13 +69,13 @@ def _with_other_parameters(host: ExtensionTarget, given: dict[str, Any], modules
         setattr(own, ROPE, {**given, **longer})
     else:
         setattr(own, ROPE, _checked(given, host, _rotated(rotary, "")))
-    if asked.method != DYNAMIC:  # which starts from the length that the config says
+    if asked.method != DYNAMIC:  # "dynamic" scales from the length in the config
         setattr(own, LENGTH_FIELD, asked.after)
     try:
         if hasattr(own, "validate"):
             own.validate()
         twin = build_on_meta(type(host.model), config, like=host.model)
-    except Exception as error:  # a host that doesn't have this rule may raise anything
+    except Exception as error:  # an architecture without this rule may raise anything
         raise UnsupportedModelError(
             f"{type(host.model).__name__} can't be built with {ROPE}={getattr(own, ROPE)} ({' '.join(str(error).split())})",
             reason="unsupported RoPE rule",
@@ -84,33 +86,33 @@ def _with_other_parameters(host: ExtensionTarget, given: dict[str, Any], modules
 
 
 def _checked(given: dict[str, Any], host: ExtensionTarget, rotated: int) -> dict[str, Any]:
-    """`rope_parameters` for longer inputs. Raises ValueError for settings that `rope` would refuse as well."""
+    """`rope_parameters` for longer inputs. Raises ValueError for settings that `rope` doesn't accept."""
     longer, rope = extended(given, host.asked, rotated), encoding_class("rope")
     options = {name: longer[name] for name in ALL[longer["rope_type"]] if longer.get(name) is not None}
     options = rope.checked_options({"rope_type": longer["rope_type"], "theta": longer["rope_theta"], **options})
     rope(Geometry(rotated, 1, rotated, trained_length=host.asked.before), **options)
-    if longer["rope_type"] == DYNAMIC:  # Transformers takes the length that the config says, and warns of another
+    if longer["rope_type"] == DYNAMIC:  # Transformers uses the config's length field, and warns if the rule sets a length
         longer.pop(ORIGINAL)
     checked = {name: options[name] for name in host.asked.settings if name in options}
     return {**longer, **{name: [*value] if isinstance(value, tuple) else value for name, value in checked.items()}}
 
 
 def _by_layer(parameters: dict[str, Any]) -> bool:
-    """Whether `rope_parameters` are those of each type of layer."""
+    """Whether `rope_parameters` contains one rule for each layer type."""
     return all(isinstance(each, dict) or each is None for each in parameters.values())
 
 
 def _rotated(rotary: Any, prefix: str) -> int:
-    """How many features of each head a rotary module turns."""
+    """The number of features per head that a rotary module rotates."""
     return 2 * len(getattr(rotary, f"{prefix}inv_freq"))
 
 
 Parts = dict[str, dict[str, Any] | None]
-"""Encoding -> its options, of those that turn the layers of a model together; None where no option says what a config does."""
+"""Encoding -> its options, for encodings that together rotate all layers. None if no options express the config."""
 
 
 def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The options of `rope` for one rule's parameters, or for a config without them; None for parameters that it hasn't."""
+    """The options of `rope` for the parameters of one rule, or for a config without them. None if `rope` lacks a parameter."""
     if given is None:  # GPT-J, CodeGen
         size = getattr(config, "rotary_dim", None)
         return {"partial_rotary_factor": size / (config.hidden_size // config.num_attention_heads)} if size else {}
@@ -123,7 +125,7 @@ def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None
 
 
 def _by_type_of_layer(host: ExtensionTarget, given: dict[str, Any] | None) -> Parts:
-    """SelfExtend for the layers whose tokens see all others, and `rope` for those that see nearby ones."""
+    """SelfExtend for layers with full attention, and `rope` for layers with local attention."""
     config = host.inner.config
     if given is None or not _by_layer(given):
         turning = [layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if turns]  # SmolLM3
@@ -134,7 +136,7 @@ def _by_type_of_layer(host: ExtensionTarget, given: dict[str, Any] | None) -> Pa
         if parameters is None or not layers["layers"]:
             continue
         name = "rope" if kind.startswith(NEARBY) else "self_extend"
-        options = None if name in parts else _options(config, parameters)  # two rotations of one kind are none of ours
+        options = None if name in parts else _options(config, parameters)  # an encoding can't have two sets of parameters
         parts[name] = {**options, **layers} if name == "rope" and options is not None else _grouped(host, options, layers)
     return parts
 
@@ -145,9 +147,9 @@ def _grouped(host: ExtensionTarget, options: dict[str, Any] | None, layers: dict
 
 
 def _as_it_turns(host: ExtensionTarget, parts: Parts) -> dict[str, Any]:
-    """The encoding, with the layout of pairs, by which a model gives for a few tokens what it gives by itself: both are asked.
+    """The encoding, including its layout, with which a patched model reproduces the original's output for a few tokens.
 
-    Raises UnsupportedModelError where there is none.
+    Raises UnsupportedModelError if no layout does.
     """
     if parts and None not in parts.values():
         without = patch(host.model, "none", submodel=host.submodel)

@@ -1,4 +1,4 @@
-"""Stock models whose learned tables of positions are made longer."""
+"""Extends original models with learned position embeddings."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_pa
 
 NO_FIELD = "a table whose length no config says"
 BESIDE = "positions beside a table"
-"""Reasons of refusals."""
+"""Values of `UnsupportedModelError.reason`."""
 SAME = 1e-3
-"""The part of the spread of token states by which two ways of adding biases may differ."""
+"""Maximum difference of hidden states between two computations of biases, relative to their standard deviation."""
 BIASES = "t5"
-"""The encoding of biases that can stand beside a table (MPNet)."""
+"""The encoding of biases that can be used together with position embeddings (MPNet)."""
 
 
 def with_longer_tables(host: ExtensionTarget) -> Any:
-    """A model of the same class with longer tables. Raises ValueError, UnsupportedModelError."""
+    """A model of the same class with more position embeddings. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in STATIC:
         raise ValueError(
@@ -35,7 +35,7 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
     longer = dict[str, nn.Parameter]()
     for path, found in host.stacks.items():
         for component in found.components:
-            if component.verb == "score_bias":  # their buckets may follow the length
+            if component.verb == "score_bias":  # its buckets may depend on the length
                 raise UnsupportedModelError(
                     f"{name} can't be extended: it also has {component.encoding!r} positions that depend on its length",
                     reason=BESIDE,
@@ -67,7 +67,7 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
 def by_input(host: ExtensionTarget) -> Any:
     """A patched model whose `learned` encoding has the original position embeddings, for methods that depend on the input.
 
-    "dynamic" interpolates them for a longer input, and "windows" divides it. Biases of the original model become `t5`."""
+    "dynamic" interpolates them for longer inputs, and "windows" divides longer inputs. Biases of the original become `t5`."""
     asked = host.asked
     if asked.method == DYNAMIC:
         asked.refuse_other_settings()

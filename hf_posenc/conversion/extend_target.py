@@ -1,4 +1,4 @@
-"""What `extend` needs to know of a stock model."""
+"""The properties of an original model that `extend` needs."""
 
 import copy
 from collections.abc import Mapping
@@ -18,11 +18,13 @@ from hf_posenc.modeling.encoding_checks import refuse_unwindowed
 
 @dataclass(frozen=True)
 class ExtensionTarget:
-    """A stock model that is to be made longer, and what was asked of it.
+    """An original model to extend, and the arguments of `extend`.
 
-    model: the whole. inner: the model within it whose positions are meant, or the whole; path, submodel: where that is, in
-        the model and in its base model.
-    stacks: path in the whole -> structure, of the stacks whose positions are to go on.
+    model: the whole model.
+    inner: the submodel to extend, or the whole model.
+    path, submodel: path of `inner` in the model and in its base model.
+    stacks: path in the whole model -> structure, for the stacks to extend.
+    asked: the arguments of `extend`.
     """
 
     model: Any
@@ -36,7 +38,7 @@ class ExtensionTarget:
     def find(
         cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None
     ) -> "ExtensionTarget":
-        """Raises ValueError for a shorter length, UnsupportedModelError for positions without an end."""
+        """Raises ValueError for a shorter length, UnsupportedModelError for a model without a length limit."""
         inner = model if submodel is None else detection.submodel(model, submodel)
         path = next(name for name, module in model.named_modules() if module is inner)
         stacks = {f"{path}.{name}".strip("."): found for name, found in detection.find_all(inner).items()}
@@ -62,7 +64,7 @@ class ExtensionTarget:
 
     @property
     def limiting(self) -> list[PositionComponent]:
-        """The sources of positions that end."""
+        """The positional components that limit the length."""
         components = ((component, found) for found in self.stacks.values() for component in found.components)
         return [component for component, found in components if component.usable_length(found.stack.config) is not None]
 
@@ -78,12 +80,12 @@ class ExtensionTarget:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the stacks, which are alike, for the new length."""
+        """The geometry of the stacks for the new length, which is the same for all."""
         (geometry,) = {found.geometry(self.asked.after, "input") for found in self.stacks.values()}
         return geometry
 
     def answer(self, model: Any, count: int) -> Tensor:
-        """The states `[1, L, D]` that a model of this kind, or the one within it, has for so many tokens, without dropout."""
+        """Hidden states `[1, L, D]` for `count` tokens, without dropout. `model` is of this class or its patched class."""
         inner = model.get_submodule(self.path).base_model
         modes = {module: module.training for module in inner.modules()}
         padding = getattr(inner.config, "pad_token_id", None)
@@ -97,13 +99,13 @@ class ExtensionTarget:
                 module.training = training
 
     def config(self) -> tuple[Any, Any]:
-        """A copy of the model's config, and in it that of the inner model. Raises UnsupportedModelError if there is none."""
+        """A copy of the model's config, and its part for `inner`. Raises UnsupportedModelError if there is none."""
         whole = copy.deepcopy(self.model.config)
         return whole, _same_place(self.model.config, whole, self.inner.config, self.path)
 
 
 def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
-    """The config in a copy which is where the wanted one is in the original."""
+    """The config in `copied` at the place where `wanted` is in `config`."""
     if config is wanted:
         return copied
     for name in config.sub_configs:

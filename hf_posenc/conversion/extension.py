@@ -1,4 +1,4 @@
-"""extend: a model for longer inputs, with everything that it has learned."""
+"""`extend` changes a model for longer inputs and keeps its trained weights."""
 
 import copy
 import functools
@@ -70,7 +70,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
     model patched with `rope`), or of the `rope` encoding:
         "linear"      position interpolation.
         "ntk"         a larger theta. It leaves no trace in the config, so don't apply it twice.
-        "dynamic"     "ntk" by the length of the input; in an original model, by that of the longest input so far.
+        "dynamic"     "ntk" by the length of the input; in an original model, by that of the longest one so far.
         "yarn", "longrope", "llama3"   Transformers' rules. "longrope" requires its lists of factors.
         "grouped"     SelfExtend: inputs up to the old length stay the same. In longer inputs, tokens at least `window` (a
                       quarter of the old length) apart are distinguished by groups of `group` positions. An original model is
@@ -165,13 +165,14 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)
     config = copy.deepcopy(model.config)
-    # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
+    # For a model created from scratch, only the length field records the trained length, and it changes below.
     options = dict(spec.options) if spec.original else spec.encoding.with_explicit_defaults(geometry, dict(spec.options))
     options = _longer(spec.type, options, asked, geometry) or options
     others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
     specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
     rows = getattr(config, LENGTH_FIELD, None)
-    if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
+    # As in patch, the field becomes the maximum length plus the original's offset, or the original value without a limit.
+    if rows is not None and spec.replaces_all:
         host = spec.original.rows if spec.original else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
         config.check_size()
@@ -179,7 +180,7 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
 
 
 def _in_windows(model: Any, max_length: int, method: str | None, settings: dict[str, Any]) -> Any:
-    """A patched model that reads longer inputs in windows. Without a method, its windows stay."""
+    """A patched model that reads longer inputs in windows. Without a method, it keeps its windows."""
     spec, config = specs.read(model.config), copy.deepcopy(model.config)
     before = spec.max_length or settings.get("window")
     if type(before) is not int or max_length < before:
@@ -208,9 +209,11 @@ def _asked(
     settings: dict[str, Any],
     of_stock: bool = False,
 ) -> Extension | None:
-    """The extension of encodings, given by type and options; None without a method. of_stock: `unpatch` gives a stock model.
+    """The extension of encodings, which are pairs of type and options. None without a method.
 
-    Raises ValueError for a shorter length, and for a method that doesn't apply to these encodings, or is missing.
+    of_stock: whether the model was patched from an original model, so that `unpatch` can restore it.
+
+    Raises ValueError for a shorter length, and if the method is missing or doesn't apply to these encodings.
     """
     if method is not None and before is None:
         before = geometry.trained_length
@@ -255,7 +258,7 @@ def _check_table(
 
 
 def _longer(kind: str, options: dict[str, Any], asked: Extension | None, geometry: Geometry) -> dict[str, Any] | None:
-    """Options of an encoding as they were asked for; None where it has no such method."""
+    """The extended options of an encoding. None without a method, or if the encoding doesn't support it."""
     return None if asked is None else encoding_class(kind).extended(options, asked, geometry)
 
 
@@ -265,23 +268,22 @@ def _longer_spec(spec: specs.PositionSpec, asked: Extension | None, geometry: Ge
 
 
 def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
-    """A twin of the model with this config, built anew; its parameters and buffers are the model's own, but for those that have
-    another size now.
+    """A new model with this config. It shares all parameters and buffers with `model`, except those whose size has changed.
 
-    Raises ValueError where an encoding doesn't say what these hold.
+    Raises ValueError if an encoding doesn't define the new values of those.
     """
     twin = build_on_meta(type(model), config, like=model)
     if asked is None and _sizes(twin) != _sizes(model):
         raise _made_for_its_length(config.position_encoding["type"])
     share_parameters(model, twin)
     ours, theirs = _within_encodings(twin), _within_encodings(model)
-    shared = dict[int, torch.Tensor]()  # by identity: layers may share theirs
+    shared = dict[int, torch.Tensor]()  # by ID, because layers can share tensors
     for path in ours.keys() & theirs.keys():
         module, other = ours[path], theirs[path]
         for own, given in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
             for key, tensor in given.items():
                 if tensor is not None and own.get(key) is not None and own[key].shape == tensor.shape:
-                    # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
+                    # Buffers that aren't saved may depend on max_length. They are computed again, as in a loaded model.
                     computed = key in _compat.non_persistent_buffers(other)
                     own[key] = torch.empty_like(tensor) if computed else tensor
                     shared |= {} if computed else {id(tensor): tensor}
@@ -296,18 +298,18 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
 
 
 def _within_encodings(model: nn.Module) -> dict[str, Any]:
-    """Path -> module of all encodings in a model, and of their parts."""
+    """Path -> module, for all encodings in a model and their submodules."""
     return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
 
 
 def _sizes(model: nn.Module) -> dict[str, torch.Size]:
-    """Path -> shape of the parameters and buffers of all encodings in a model."""
+    """Path -> shape, for the parameters and buffers of all encodings in a model."""
     found = itertools.chain(model.named_parameters(), model.named_buffers())
     return {path: tensor.shape for path, tensor in found if "posenc" in path.split(".")}
 
 
 def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
-    """methods: those by which its table can be made longer."""
+    """The error for an encoding that is limited to its max_length. methods: the methods that extend it."""
     again = "Patch with a larger max_length and train again: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)."
     more = f"Choose a method that extends a table: {quoted(methods)}." if methods else again
     return ValueError(f"The {kind!r} encoding is limited to its max_length. {more} Or use an encoding without a length limit.")

@@ -1,9 +1,8 @@
-"""`from_v4`: checkpoints with relative positions of Transformers v4, which Transformers 5 loads without their positions.
+"""`from_v4` loads checkpoints with Transformers v4's relative positions, which Transformers 5 drops.
 
-v4 adds q_i · w[i - j + M - 1] to the product of query i and key j before it is scaled (relative_key), and
-k_j · w[i - j + M - 1] as well (relative_key_query). M is max_position_embeddings, w `[2M - 1, head_dim]` the
-`distance_embedding.weight` of an attention. The encoding of the same names here counts j - i, so it has the rows of w in
-reverse.
+v4 adds q_i · w[i - j + M - 1] to the product of query i and key j before scaling (relative_key). With relative_key_query, it
+also adds k_j · w[i - j + M - 1]. M is max_position_embeddings, and w `[2M - 1, head_dim]` is the `distance_embedding.weight` of
+an attention. The encodings of the same names in hf_posenc count j - i, so they have the rows of w in reverse order.
 """
 
 import os
@@ -31,11 +30,11 @@ VERIFIED_TYPES = (
 )
 """Model types whose outputs and gradients are compared with those of Transformers 4.57 (tests/v4_checkpoints.py)."""
 WITH_ABSOLUTE_TABLE = ("bert-generation",)
-"""Those of which v4 adds the absolute positions as well; of all others it doesn't use their table."""
+"""Model types for which v4 also adds the absolute position embeddings. For all others, it doesn't use them."""
 AFTER_SCALING = ("albert",)
-"""Those of which v4 adds the products to scores that are scaled already, so that ours have vectors sqrt(head_dim) as long."""
+"""Model types for which v4 adds the products to scaled scores. Here, their vectors are multiplied by sqrt(head_dim)."""
 NATIVE = ("seamless_m4t_v2", "wav2vec2-bert")
-"""Have a distance_embedding in Transformers 5 as they had it in v4."""
+"""Model types that have the same distance_embedding in Transformers 5 as in v4."""
 
 
 def from_v4(
@@ -97,8 +96,8 @@ def from_v4(
     config.__class__ = cls.config_class
     specs.write(config, spec)
     given = {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation}
-    # Not the derived class's own from_pretrained, which takes a stock checkpoint for one to be patched. Its refusal of pickles
-    # acts here, too.
+    # The derived class's own from_pretrained would patch an original checkpoint. It is skipped, except for its check that
+    # rejects pickle files.
     model, info = super(EncodingModelMixin, cls).from_pretrained(
         path_or_id,
         config=config,
@@ -110,21 +109,21 @@ def from_v4(
         **source,
         **{name: value for name, value in given.items() if value is not None},
     )
-    _compat.drop_weight_conversions(model)  # else it would be saved under the old names
+    _compat.drop_weight_conversions(model)  # otherwise save_pretrained would use the old names
     _check_loaded(path_or_id, kind, info)
     _as_ours(model, kind)
     return model
 
 
 def _make_absolute(config: Any) -> None:
-    """Take out the setting that Transformers 5 ignores."""
+    """Remove the setting that Transformers 5 ignores."""
     del config.position_embedding_type
-    if hasattr(type(config), "position_embedding_type"):  # ESM's, which has rotary positions by this name, too
+    if hasattr(type(config), "position_embedding_type"):  # ESM, which uses this field for rotary positions also
         config.position_embedding_type = "absolute"
 
 
 def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
-    """The kind of relative positions that a config.json asks for."""
+    """The position_embedding_type in a config.json. Raises ValueError or UnsupportedModelError if it isn't supported."""
     if not saved:
         raise ValueError(f"{path} has no {CONFIG_NAME}. Pass the local path or Hub ID of a saved model, or set subfolder.")
     if "position_encoding" in saved:
@@ -159,7 +158,7 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
 
 
 def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
-    """The stock class that an Auto class loads for a config, or the class itself."""
+    """The original class that an Auto class loads for a config, or the given model class. Raises ValueError if none fits."""
     if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
         auto_class = getattr(auto_class, "original_class", auto_class)
         if auto_class.config_class is type(config):
@@ -178,7 +177,7 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
 
 
 def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:
-    """The encoding that has the vectors of a checkpoint."""
+    """The encoding for a checkpoint's relative vectors."""
     rows = getattr(config, LENGTH_FIELD)
     usable = next(iter(detection.find_all(parameter_sharing.build_on_meta(host, config)).values())).usable_length
     if config.model_type not in WITH_ABSOLUTE_TABLE:
@@ -193,7 +192,7 @@ def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> Position
 
 
 def _renamed(kind: str, spec: PositionSpec) -> dict[str, str]:
-    """What the weights are called in a checkpoint of v4 -> in ours."""
+    """Weight names in a v4 checkpoint -> names in the patched model."""
     relative, absolute = encoding_class(kind).type, encoding_class("absolute").type
     if spec.type == relative:
         return {TABLE: "posenc.weight"}
@@ -201,7 +200,7 @@ def _renamed(kind: str, spec: PositionSpec) -> dict[str, str]:
 
 
 def _check_loaded(path: Any, kind: str, info: Any) -> None:
-    """Raises ValueError where the vectors in a checkpoint aren't those that its config describes."""
+    """Raises ValueError if the vectors in a checkpoint don't match its config."""
     if wrong := sorted(info["mismatched_keys"]):
         name, found, wanted = wrong[0]
         raise ValueError(
@@ -226,7 +225,7 @@ def _in_v4(name: str) -> str:
 
 
 def _as_ours(model: Any, kind: str) -> None:
-    """Make the vectors that were loaded those of our encoding, which counts in the other direction."""
+    """Convert loaded vectors to the encoding, which counts distances in the opposite direction."""
     after_scaling = type(model.config).original_class.model_type in AFTER_SCALING
     tables: list[Any] = [module.weight for module in model.modules() if type(module) is encoding_class(kind)]
     with torch.no_grad():

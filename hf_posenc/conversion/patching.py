@@ -1,4 +1,4 @@
-"""patch and unpatch: the same model between its host's class and the derived one, with shared parameters."""
+"""`patch` and `unpatch` convert a model between its original and its derived class, with shared parameters."""
 
 import functools
 from typing import Any, TypeVar
@@ -115,7 +115,7 @@ def unpatch(model: M) -> M:
 
 
 def refuse_patched(model: Any, call: str) -> None:
-    """Raises ValueError for a model that has an encoding already."""
+    """Raises ValueError for a model that is already patched."""
     if isinstance(model, PosEncModelMixin):
         spec = model.config.position_spec
         inner = "" if spec.submodel is None else f" in its {spec.submodel}, and only one submodel can be patched"
@@ -129,7 +129,7 @@ def refuse_patched(model: Any, call: str) -> None:
 
 
 def refuse_own_config(model: Any) -> None:
-    """Raises ValueError for a user's own model whose config doesn't say enough to load it again and to size an encoding."""
+    """Raises ValueError if a custom model's config can't be loaded again, or lacks the sizes that an encoding needs."""
     kind, name = type(model.config), type(model).__name__
     if is_transformers(kind) or kind.model_type in ("", *CONFIG_MAPPING_NAMES):
         raise ValueError(
@@ -147,7 +147,7 @@ def refuse_own_config(model: Any) -> None:
 
 
 def refuse(model: Any, call: str) -> None:
-    """Raises ValueError for a model that this call can't take: wrapped, run by code of its own, with patched models within."""
+    """Raises ValueError for an unsupported model: wrapped, running code from its checkpoint, or with a patched submodel."""
     refuse_wrapped(model, call)
     if isinstance(model, PosEncModelMixin):
         return

@@ -1,4 +1,4 @@
-"""Encoders of Transformers that differ from BERT in their positions only: where each keeps the same modules.
+"""Transformers encoders that differ from BERT only in their positions, and the paths of their corresponding modules.
 
 A patched BERT with the encoding of such a family computes the same function as a model of that family.
 """
@@ -21,7 +21,7 @@ BERT_BODY = {
     "down_norm": "encoder.layer.{}.output.LayerNorm",
     "pooler": "pooler.dense",
 }
-"""Part -> path in the base model; {} is the number of a layer."""
+"""Part -> path in the base model. {} is the layer index."""
 MPNET_BODY = {
     **{part: path for part, path in BERT_BODY.items() if part != "token_type"},
     "query": "encoder.layer.{}.attention.attn.q",
@@ -61,10 +61,12 @@ Heads = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Family:
-    """The classes of one encoder.
+    """The classes of one encoder family.
 
-    prefix: of its class names. base: the attribute of the base model in models with a head. body, heads: where its modules are.
-    activations: task -> the activation in its head; "hidden_act" is that of the config.
+    prefix: prefix of its class names.
+    base: attribute of the base model in models with a head.
+    body, heads: paths of its modules.
+    activations: task -> activation in its head, where "hidden_act" is the config's.
     """
 
     prefix: str
@@ -112,15 +114,17 @@ BERT_LIKE = {
         for kind, prefix in {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}.items()
     },
 }
-"""Model type -> family of the models that can be patched."""
+"""Model type -> family, for the models that can be exported to another family."""
 
 
 @dataclass(frozen=True)
 class Target(Family):
-    """The classes of an encoder with positions of another kind.
+    """The classes of an encoder family with another encoding.
 
-    encoding: the encoding whose patched BERT it equals. unlike: its options -> why they can't be expressed, or "".
-    settings: options, number of tokens -> arguments of its config. biases, sinusoids: paths of its tables in the base model.
+    encoding: the encoding with which a patched BERT is equivalent to this family.
+    unlike: function of its options that returns the reason why this family can't express them, or "".
+    settings: function of options and number of tokens that returns arguments of its config.
+    biases, sinusoids: paths of its position weights in the base model.
     """
 
     encoding: str = ""
@@ -150,7 +154,7 @@ def _jina_unlike(options: Mapping[str, Any]) -> str:
 
 
 def rope_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `rope` as a config's `rope_parameters`."""
+    """The `rope_parameters` of a config for options of `rope`."""
     given = {name: value for name, value in options.items() if name not in ("theta", "layout")}
     return {"rope_type": "default", **given, "rope_theta": options["theta"]}
 

@@ -1,7 +1,7 @@
-"""What can be measured of an encoding, and of a model before and after it is patched. Results are frozen dataclasses with
-`to_dict`, `to_json` and a summary as `str`.
+"""Diagnostics measure an encoding, or a model before and after patching. Results are frozen dataclasses with `to_dict`,
+`to_json`, and a summary as `str`.
 
-One question, one file: its result, the function that measures it, and the figure of it. All files here are imported."""
+Each file contains one diagnostic: its result class, the function that measures it, and its figure. All files are imported."""
 
 import importlib
 import pkgutil

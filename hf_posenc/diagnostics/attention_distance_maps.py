@@ -1,4 +1,4 @@
-"""Attention by distance, on texts."""
+"""Measures attention weights by distance on texts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,17 +17,19 @@ from hf_posenc.diagnostics.result import Result, by_layer
 from hf_posenc.encodings import checked_value
 
 LINES = 4
-"""The default maximum number of layers in a figure: each has a line."""
+"""The default maximum number of layers in a figure. Each layer has a line."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionByDistance(Result):
     """The result of `attention_by_distance`.
 
-    model: its class. texts, tokens: how many were read.
-    distances: key index - query index, in tokens, N of them. Up to 0 if no query sees a later key.
-    weights: `[layers, H, N]`, the mean attention weight of a pair at this distance. pairs: `[N]`, the number of pairs.
-    mean_distance: `[layers, H]`, in tokens: Σ weight · |distance| over all distances, the mean over queries.
+    model: name of its class.
+    texts, tokens: number of texts and tokens.
+    distances: N values of key index - query index, in tokens. Up to 0 if no query sees a later key.
+    weights: `[layers, H, N]`, the mean attention weight of a pair at this distance.
+    pairs: `[N]`, the number of pairs.
+    mean_distance: `[layers, H]`, in tokens. Σ weight · |distance| over all distances, averaged over queries.
     """
 
     model: str
@@ -54,14 +56,14 @@ def attention_by_distance(
     Special tokens count, so a head that attends to the last token of a text has a large mean distance.
 
     Args:
-        model: of Transformers, patched or stock, or a SentenceTransformer.
+        model: a Transformers model, patched or original, or a SentenceTransformer.
         texts: strings, or a batch of input_ids with an optional attention_mask and token_type_ids.
-        tokenizer: for strings.
-        max_distance: the greatest distance in the result, in tokens.
-        length: texts are cut to so many tokens, and to the model's maximum length.
+        tokenizer: required for strings.
+        max_distance: the largest distance in the result, in tokens.
+        length: texts are truncated to this number of tokens, and to the model's maximum length.
 
     Raises:
-        ValueError: a model that returns no attention weights, texts of fewer than two tokens, unknown IDs.
+        ValueError: the model returns no attention weights, a text has fewer than two tokens, or an ID is unknown.
     """
     checked_value("max_distance", max_distance, POSITIVE)
     runner = prepare_model(model, tokenizer)
@@ -107,13 +109,13 @@ def draw_attention(
 ) -> Any:
     """Draw attention by distance on texts.
 
-    Each model has a row: on the left a line of weights for each layer, the mean over its heads; on the right the mean distance
-    of each head.
+    Each model has a row. On the left, each layer has a line with the mean weights over its heads. On the right is the mean
+    distance of each head.
 
-    results: of `diagnostics.attention_by_distance`, of several models by name.
-    layers: from 0. By default, up to 4 of them at equal steps.
+    results: a result of `diagnostics.attention_by_distance`, or results of several models by name.
+    layers: layer indices, from 0. By default, up to 4 of them at equal steps.
 
-    Raises ValueError for another result or layers that aren't there.
+    Raises ValueError for another result or layers that don't exist.
     """
     named = AttentionByDistance.named(results)
     sheet = Sheet((WIDTH, 0.6 + 2.4 * len(named)), len(named), 2, dark=dark, path=path, width_ratios=(1.5, 1))

@@ -1,4 +1,4 @@
-"""How similar positions are to an encoding, by distance.
+"""Measures how similar an encoding's positions are, by distance.
 
 Shapes: L positions, H heads, N distances.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 LINES = 4
-"""The default maximum number of heads in a figure: each has a line."""
+"""The default maximum number of heads in a figure. Each head has a line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,10 @@ class Decay(Result):
     """The result of `decay`: `Similarity.matrix` by distance.
 
     distances: key position - query position, in tokens, from the most negative.
-    mean: `[H, N]`, over all pairs at this distance. spread: `[H, N]`, their standard deviation. 0: only distance counts.
-    bound: `[N]`, for `rope`: the bound of Su et al. (2021, section 3.4.3) relative to distance 0, the mean over pairs of
-        features j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|. None for others.
+    mean: `[H, N]`, the mean over all pairs at this distance.
+    spread: `[H, N]`, their standard deviation. 0: only distance matters.
+    bound: `[N]`, for `rope`, the bound of Su et al. (2021, section 3.4.3) relative to distance 0. This is the mean over pairs
+        of features j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|. None for other encodings.
     """
 
     encoding: str
@@ -55,7 +56,7 @@ class Decay(Result):
 
 @diagnostic("encoding")
 def decay(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Decay:
-    """`similarity` by distance and head. Args, Raises: as there."""
+    """`similarity` by distance and head. Args, Raises: as for `similarity`."""
     measured = prepare_encoding(encoding, length, sizes)
     found = similarity(encoding, length, quantity=quantity, **sizes)
     last = 0 if measured.is_causal else length - 1
@@ -82,16 +83,15 @@ def draw_decay(
 ) -> Any:
     """Draw how similar positions are by distance, a panel for each encoding, a line for each head.
 
-    Lines are the means over all pairs at a distance, bands their standard deviations. Similarity is the dot product of vectors,
-    the bias, or the score of rotated ones. rope's bound (Su et al., 2021, section 3.4.3), dotted, is scaled to the score at
-    distance 0.
+    Lines are means over all pairs at a distance, and bands are their standard deviations. Similarity is the dot product of
+    vectors, the bias, or the score of rotated vectors. A dotted line shows the bound for `rope` (Su et al., 2021, section
+    3.4.3), scaled to the score at distance 0.
 
-    encodings: each a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or a result of
-        `diagnostics.decay`.
-    heads: from 0. By default, up to 4 of them at equal steps.
-    quantity: "vectors" or "scores". Required for a composition that acts in both ways.
+    encodings: names, dicts `{"type": name, **options}`, modules, which keep their sizes, or results of `diagnostics.decay`.
+    heads: head indices, from 0. By default, up to 4 of them at equal steps.
+    quantity: "vectors" or "scores". Required for a composition that has both.
 
-    Raises ValueError for an encoding that has neither, or heads that aren't there.
+    Raises ValueError for an encoding that has neither, or heads that don't exist.
     """
     if isinstance(encodings, str) or not encodings:
         raise ValueError(f"encodings={encodings!r} must be a list of one or more encodings.")

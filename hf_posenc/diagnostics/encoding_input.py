@@ -1,4 +1,4 @@
-"""The encoding that is measured, built from its name or as it is given, and what it does at all positions of a text.
+"""Builds the encoding to measure, and computes its effect at all positions of a text.
 
 Shapes: L positions, Q queries, H heads, D hidden_size, E head_dim, P probes (pairs of a query and a key).
 """
@@ -29,7 +29,7 @@ from hf_posenc.encodings import (
 from hf_posenc.modeling.embedding import PositionEmbedding
 
 Quantity = Literal["vectors", "scores"]
-"""What is measured: vectors that are added to inputs, or the effect on the scores of attention."""
+"""The measured quantity: vectors that are added to inputs, or the effect on attention scores."""
 ON_SCORES = {"rotate", "distance_bias", "score_bias"}
 EXACT = torch.float64
 OF_ATTENTIONS = "With per_layer=True, pass the encoding of one attention module."
@@ -38,10 +38,13 @@ POSITIVES = tuple[Annotated[int, GreaterThan(0)], ...]
 
 
 class Sizes(TypedDict, total=False):
-    """The sizes for which an encoding given by name is built, as keywords.
+    """Keyword arguments with the sizes of an encoding that is built from its name.
 
-    hidden_size: 768. num_attention_heads: 12. max_length: 512, or the measured length if that is more. causal: whether queries
-    see no later keys, by default for encodings for decoders only. seed: 0, of random values.
+    hidden_size: 768 by default.
+    num_attention_heads: 12 by default.
+    max_length: by default 512, or the measured length if that is larger.
+    causal: whether queries see no later keys. By default, True only for encodings for decoders.
+    seed: seed of random values, 0 by default.
     """
 
     hidden_size: int
@@ -53,7 +56,7 @@ class Sizes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MeasuredEncoding:
-    """An encoding in float64 on the CPU, of which the first `length` positions are measured."""
+    """An encoding in float64 on the CPU. Its first `length` positions are measured."""
 
     encoding: Any
     length: int
@@ -71,10 +74,10 @@ class MeasuredEncoding:
         return self.encoding.geometry.is_causal
 
     def quantity(self, asked: Quantity | None) -> Quantity:
-        """What is measured of this encoding.
+        """The measured quantity of this encoding.
 
-        Raises ValueError if it doesn't act as `asked`, acts in both ways and None is asked, or acts by a part that isn't in
-        this module.
+        Raises ValueError if the encoding doesn't have the `asked` quantity, or has both and `asked` is None. It also raises if
+        a part with this quantity isn't in this module.
         """
         known = _quantities(self.verbs)
         if not self.encoding.type:
@@ -110,8 +113,8 @@ class MeasuredEncoding:
         return added.to(dtype).to(EXACT)
 
     def ones(self) -> tuple[Tensor, Tensor]:
-        """One query and one key, `[1, H, E]`, whose features are all 1. Their product after the rotation is the mean product of
-        a random query, with features of variance 1, with itself."""
+        """One query and one key, `[1, H, E]`, whose features are all 1. After the rotation, their product equals the mean
+        product of a random query with itself, if its features have variance 1."""
         one = torch.ones(1, max(1, self.encoding.geometry.num_attention_heads), self._head_dim, dtype=EXACT)
         return one, one
 
@@ -124,7 +127,7 @@ class MeasuredEncoding:
 
     @torch.no_grad()
     def rotated(self, query: Tensor, key: Tensor, dtype: torch.dtype = EXACT) -> tuple[Tensor, Tensor]:
-        """The same query and key `[P, H, E]` at every position, rotated: `[P, H, L, E]`, in `dtype`."""
+        """The same query and key `[P, H, E]`, rotated at every position, `[P, H, L, E]`, in `dtype`."""
         states = [each.to(dtype)[:, :, None].expand(-1, -1, self.length, -1) for each in (query, key)]
         return self._of(dtype)("rotate", *states, self._context())
 
@@ -132,8 +135,8 @@ class MeasuredEncoding:
     def scores(self, query: Tensor, key: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype = EXACT) -> Tensor:
         """The biases plus, if the encoding rotates, the scaled scores of the same query and key `[P, H, E]` at every position.
 
-        `[P, H, Q, L]`, computed in `dtype`, as float64. Q: the positions in `rows`, by default all. NaN for keys that a query
-        doesn't see.
+        `[P, H, Q, L]`, computed in `dtype`, returned as float64. Q: the positions in `rows`, by default all. NaN for keys that
+        a query doesn't see.
         """
         encoding, context, index = self._of(dtype), self._context(), torch.arange(self.length)
         queries = index if rows is None else torch.tensor(rows)
@@ -157,22 +160,22 @@ class MeasuredEncoding:
         return PositionContext(self.encoding, positions, 0, torch.zeros(1, 1, dtype=torch.long), scaling=self._head_dim**-0.5)
 
     def _of(self, dtype: torch.dtype) -> Any:
-        """The encoding with its parameters in a dtype."""
+        """The encoding with its parameters in this dtype."""
         if dtype == EXACT:
             return self.encoding
         return placed(copy.deepcopy(self.encoding), torch.device("cpu"), dtype)
 
 
 def _quantities(verbs: Sequence[str]) -> list[Quantity]:
-    """What can be measured of an encoding that acts by these verbs."""
+    """The quantities of an encoding with these mechanisms."""
     found: dict[Quantity, bool] = {"vectors": "embed" in verbs, "scores": not ON_SCORES.isdisjoint(verbs)}
     return [quantity for quantity, acts in found.items() if acts]
 
 
 def prepare_encoding(encoding: Any, length: int, sizes: Sizes) -> MeasuredEncoding:
-    """The encoding of a name, a dict, a module, which is copied, or a `PositionEmbedding`.
+    """Prepare an encoding from its name, a dict, a `PositionEmbedding`, or a module, which is copied.
 
-    Raises ValueError for anything else, a wrong size, sizes for a module, which has its own, and more positions than it has.
+    Raises ValueError for anything else, an invalid size, sizes for a module, or a length above the encoding's max_length.
     """
     checked_value("length", length, SEVERAL)
     if unknown := sorted({*sizes} - {*Sizes.__annotations__}):
@@ -225,13 +228,13 @@ def _built(
 
 
 def quantities(encoding: Any) -> list[Quantity]:
-    """What can be measured of an encoding that is given by name or as a dict, which may not name files."""
+    """The quantities of an encoding, given by its name or a dict. The dict must not contain file paths."""
     given = canonical(encoding)
     return _quantities(encoding_class(given["type"]).mechanisms(options_of(given)))
 
 
 def sizes_of(encoding: Any, **sizes: Any) -> Any:
-    """The sizes with which an encoding is built: those that aren't None, and none for a module, which has its own."""
+    """The sizes with which to build an encoding: those that aren't None. Empty for a module, which has its sizes."""
     return {name: size for name, size in sizes.items() if size is not None} if isinstance(encoding, str | Mapping) else {}
 
 
@@ -243,12 +246,12 @@ def embedding(encoding: Any, length: int, **sizes: int | bool | None) -> Measure
 
 
 def vectors_of(encoding: Any, length: int, hidden_size: int) -> np.ndarray:
-    """The vectors of positions 0 … length - 1, `[L, D]`. Raises as `embedding`."""
+    """The vectors of positions 0 … length - 1, `[L, D]`. Raises: as for `embedding`."""
     return embedding(encoding, length, hidden_size=hidden_size, num_attention_heads=1).vectors().numpy()
 
 
 def label(encoding: Any) -> str:
-    """An encoding's name with the options that differ from their defaults; of a composition its name."""
+    """An encoding's name with the options that differ from their defaults. For a composition, only its name."""
     if isinstance(encoding, PositionEncoding):
         kind, options = type(encoding), dict(encoding._options or {})
     else:

@@ -1,4 +1,4 @@
-"""The entropy of attention on texts: on how many tokens a head spreads its weight."""
+"""Measures the entropy of attention on texts, which shows on how many tokens a head spreads its weight."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,10 @@ from hf_posenc.diagnostics.result import Result, by_layer
 class AttentionEntropy(Result):
     """The result of `attention_entropy`.
 
-    model: its class. texts, tokens: how many were read.
-    entropy: `[layers, H]`, in nats: -Σ_j a_ij log a_ij, the mean over queries i. 0: all weight is on one token.
-    even: in nats, the entropy if all tokens that a query sees had the same weight.
+    model: name of its class.
+    texts, tokens: number of texts and tokens.
+    entropy: `[layers, H]`, in nats: -Σ_j a_ij log a_ij, averaged over queries i. 0: all weight is on one token.
+    even: the entropy in nats if all tokens that a query sees had the same weight.
     """
 
     model: str
@@ -43,10 +44,10 @@ def attention_entropy(model: Any, texts: Texts, *, tokenizer: Any = None, length
     and long texts, or a model before and after a conversion.
 
     Args:
-        model, texts, tokenizer, length: as of `attention_by_distance`.
+        model, texts, tokenizer, length: as for `attention_by_distance`.
 
     Raises:
-        ValueError: a model that returns no attention weights, texts of fewer than two tokens, ids that the model doesn't know.
+        ValueError: the model returns no attention weights, a text has fewer than two tokens, or an ID is unknown.
     """
     runner = prepare_model(model, tokenizer)
     rows = runner.read(texts, length)
@@ -68,7 +69,8 @@ def attention_entropy(model: Any, texts: Texts, *, tokenizer: Any = None, length
 def draw_entropy(results: AttentionEntropy | Mapping[str, AttentionEntropy], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw the entropy of attention on texts, a map of layer × head for each model.
 
-    results: of `diagnostics.attention_entropy`; of several models by name. The scale ends at even attention.
+    results: a result of `diagnostics.attention_entropy`, or results of several models by name.
+    The scale ends at even attention.
 
     Raises ValueError for another result.
     """

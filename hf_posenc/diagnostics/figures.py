@@ -1,9 +1,9 @@
-"""The style of all figures: two themes, one palette, panels, labels, files.
+"""The style of all figures: two themes, one palette, panels, labels, and files.
 
-Diagnostics draw their own results in it, so it is below them.
+Diagnostics import this module to draw their results.
 
-A figure is made without pyplot, whose state all threads share and which needs a display for some of its backends, and
-without rcParams, which are global as well: each artist is given its color and size.
+Figures are created without pyplot, because its state is shared by all threads and some backends need a display. They also
+don't use rcParams, which are global. Each artist gets its color and size explicitly.
 """
 
 import os
@@ -19,15 +19,15 @@ from hf_posenc.serialization.atomic import atomic_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SMALL, NORMAL, LARGE = 7.5, 8.5, 9.5
-"""Font sizes in points: ticks and labels of lines; axes and legends; titles. Readable in print at their own size."""
+"""Font sizes in points, readable in print at 100%. SMALL: ticks and line labels. NORMAL: axes and legends. LARGE: titles."""
 WIDTH = 7.0
-"""Inches, that of a page of two columns."""
+"""The width of a two-column page in inches."""
 DPI = 150
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors: of the paper, of text and axes (ink), of reference lines (quiet) and grids (faint), and of lines."""
+    """Colors of the background (paper), text and axes (ink), reference lines (quiet), grids (faint), and lines."""
 
     paper: str
     ink: str
@@ -50,7 +50,7 @@ DARK = Theme(
     faint="#2e333b",
     lines=("#4f9fe8", "#ee7f3c", "#35cfa0", "#d58bd0", "#f0e24a", "#e8ecff"),
 )
-"""Near the palette of Okabe and Ito; any two lines differ for readers without one of the three kinds of cones as well."""
+"""Line colors are close to the palette of Okabe and Ito. Any two are distinguishable with each type of color blindness."""
 
 MAP = "cividis"
 """The colormap of all maps. It goes from dark to light, so color-blind readers and grayscale prints show it correctly."""
@@ -59,7 +59,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def require_matplotlib() -> None:
-    """Raises ImportError, with the remedy, where matplotlib is missing."""
+    """Raises ImportError with the install command if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -67,7 +67,7 @@ def require_matplotlib() -> None:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a figure. Raises ValueError for a suffix that isn't drawn, or a folder that isn't there."""
+    """The path of a figure. Raises ValueError for an unsupported suffix, or a directory that doesn't exist."""
     given = Path(path)
     if given.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{given} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
@@ -79,13 +79,13 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure as PNG, SVG or PDF, by its suffix. The file is there only once all of it is written.
+    """Write a figure as PNG, SVG, or PDF, depending on the suffix. The file appears only when it is complete.
 
-    Raises ValueError for another suffix or a folder that isn't there.
+    Raises ValueError for another suffix or a directory that doesn't exist.
     """
     file = checked_path(path)
     form = file.suffix.lower().removeprefix(".")
-    # No date, so that the same figure is the same file.
+    # Without a date, equal figures are equal files.
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
     with atomic_file(file, "wb") as opened:
         figure.savefig(opened, format=form, dpi=DPI, metadata=undated)
@@ -94,8 +94,9 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
 class Sheet:
     """A figure and its panels, `axes[row, column]`, in one theme.
 
-    size: width and height in inches. The rest are options of `Figure.subplots`. Raises ImportError without matplotlib, and
-    ValueError for a path that can't be written to, before anything is drawn.
+    size: width and height in inches. **subplots: options of `Figure.subplots`.
+
+    Raises ImportError without matplotlib, and ValueError for an invalid path, before anything is drawn.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Sheet:
             self.dress(axis)
 
     def dress(self, axis: Any) -> None:
-        """Give a panel the theme's colors and sizes, with axes on the left and below only."""
+        """Give a panel the theme's colors and sizes, with only the left and bottom axes."""
         axis.set_facecolor(self.theme.paper)
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(self.theme.quiet)
@@ -135,14 +136,14 @@ class Sheet:
         axis.set_title(text, fontsize=size, color=self.theme.ink)
 
     def line(self, place: int, markers: bool = False) -> dict[str, Any]:
-        """Color and dashes, or color and marker, of line number `place`. No two lines differ only in color."""
+        """The color and dashes, or color and marker, of line number `place`. No two lines differ only in color."""
         color = self.theme.lines[place % len(self.theme.lines)]
         if markers:
             return {"color": color, "linestyle": "-", "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
         return {"color": color, "linestyle": DASHES[(place + place // len(self.theme.lines)) % len(DASHES)], "linewidth": 1.6}
 
     def reference(self, axis: Any, x: float | None = None, y: float | None = None, linestyle: Any = ":") -> Any:
-        """A line to compare with: upright at x, or level at y."""
+        """A reference line, vertical at x or horizontal at y."""
         draw, at = (axis.axvline, x) if y is None else (axis.axhline, y)
         return draw(at, color=self.theme.quiet, linestyle=linestyle, linewidth=1, zorder=1)
 
@@ -158,7 +159,7 @@ class Sheet:
         return axis.imshow(np.asarray(values), **options)
 
     def cells(self, axis: Any, image: Any, texts: Sequence[Sequence[str]], size: float = SMALL) -> None:
-        """A text in each cell of a map, dark on light cells and light on dark ones."""
+        """Write a text in each cell of a map, dark on light cells and light on dark cells."""
         shades = image.cmap(image.norm(image.get_array()))[..., :3] @ (0.299, 0.587, 0.114)
         for row, line in enumerate(texts):
             for column, text in enumerate(line):
@@ -166,7 +167,7 @@ class Sheet:
                 axis.text(column, row, text, ha="center", va="center", fontsize=size, color=color, linespacing=1.1)
 
     def layers_by_heads(self, axis: Any, values: np.ndarray, form: str, high: float) -> Any:
-        """A map of `[layers, H]` from 0 to `high`, with the number in each cell while it can be read."""
+        """A map of `[layers, H]` from 0 to `high`. Its cells show their numbers if there are at most 96 cells."""
         image = self.heatmap(axis, values, 0, high)
         if values.size <= 96:
             self.cells(axis, image, [[f"{value:{form}}" for value in row] for row in values], SMALL - 1.5)
@@ -178,7 +179,7 @@ class Sheet:
         return image
 
     def colorbar(self, image: Any, axes: Any, label: str, **more: Any) -> Any:
-        """A bar next to these panels that shows the number of each color."""
+        """A color bar next to these panels."""
         bar = self.figure.colorbar(image, ax=axes, **more)
         self.dress(bar.ax)
         bar.outline.set_visible(False)
@@ -202,7 +203,7 @@ class Sheet:
         )
 
     def length_axis(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
-        """A logarithmic axis of lengths, each written out; of two that would touch the longer one."""
+        """A logarithmic axis of lengths. Each has a label, but if two labels would overlap, only the longer length has one."""
         axis.set_xscale("log", base=2)
         shown = [
             length for length, after in zip(lengths, [*lengths[1:], None], strict=True) if not after or after > 1.2 * length
@@ -214,7 +215,7 @@ class Sheet:
         axis.set_xlim(lengths[0] / margin, lengths[-1] * margin)
 
     def legend(self, entries: dict[str, Any] | None = None, columns: int = 3, loc: str = "outside lower center") -> Any:
-        """One legend of all panels, beneath them: label -> line; without entries, all labelled lines, each label once."""
+        """One legend below all panels. entries: label -> line. By default, all labeled lines, with each label once."""
         if entries is None:
             entries = {}
             for axis in self.axes.flat:
@@ -232,7 +233,7 @@ class Sheet:
         )
 
     def name_lines(self, names: Sequence[str]) -> None:
-        """A legend of the lines, or, of one of them, its name above the figure."""
+        """A legend of the lines. If there is only one, its name becomes the title."""
         if len(names) == 1:
             self.heading(names[0])
         else:
@@ -243,22 +244,22 @@ class Sheet:
         self.figure.suptitle(text, fontsize=size, color=self.theme.ink)
 
     def finish(self) -> Any:
-        """The figure, saved if there is a path."""
+        """Save the figure if there is a path, and return it."""
         if self._path is not None:
             save(self.figure, self._path)
         return self.figure
 
 
 def error_bars(values: Iterable[tuple[float, float, float]]) -> list[list[float]]:
-    """The lengths of error bars, below and above, of values with the ends of their intervals.
+    """The lower and upper lengths of error bars. values: triples of a value and the ends of its interval.
 
-    Rounding may put a value outside an interval without a length.
+    Rounding can put a value outside an interval of length 0.
     """
     return [[max(0.0, value - low) for value, low, _ in values], [max(0.0, high - value) for value, _, high in values]]
 
 
 def panels(axes: Any, count: int) -> Iterator[Any]:
-    """The first `count` panels of a sheet, row by row; the others are hidden."""
+    """The first `count` panels of a sheet, row by row. Hides the others."""
     for place, axis in enumerate(axes.flat):
         axis.set_visible(place < count)
         if place < count:
@@ -266,9 +267,9 @@ def panels(axes: Any, count: int) -> Iterator[Any]:
 
 
 def selected(what: str, given: Sequence[int] | None, count: int, most: int) -> list[int]:
-    """The heads, layers or columns that are shown: as given, or up to `most` at equal steps from the first to the last.
+    """The indices of heads, layers, or columns to show: `given`, or up to `most` at equal steps from first to last.
 
-    Raises ValueError for one that isn't there.
+    Raises ValueError for an index that doesn't exist.
     """
     if given is None:
         steps = max(1, min(most, count) - 1)

@@ -1,4 +1,4 @@
-"""Length curves: how well a model reads the same tokens after more and more text."""
+"""Measures length curves: how well a model reads the same tokens after increasingly long context."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +30,15 @@ MEASURES: dict[Measure, str] = {
 class LengthCurve(Result):
     """The result of `length_curve`.
 
-    model: its class. texts: how many were read. targets: number of tokens scored in each, the same at all lengths.
-    measure: "loss" of a causal language model, in nats per token; "masked loss" of a masked one, in nats per masked token;
+    model: name of its class.
+    texts: number of texts.
+    targets: number of tokens scored in each text, the same at all lengths.
+    measure: "loss" of a causal language model, in nats per token. "masked loss" of a masked one, in nats per masked token.
         "cosine" of other models, between the states of the targets and those at the shortest length.
-    lengths: of the inputs in tokens. The targets are at the end.
-    mean: by length, over texts. error: its standard error, None with one text. by_text: `[texts, lengths]`.
+    lengths: lengths of the inputs in tokens. The targets are at the end.
+    mean: mean over texts for each length.
+    error: standard error of the mean, None with one text.
+    by_text: `[texts, lengths]`.
     """
 
     model: str
@@ -62,23 +66,23 @@ def length_curve(
     lengths: Sequence[int] | None = None,
     targets: int = 32,
 ) -> LengthCurve:
-    """How well a model reads the same tokens, the last `targets` of each text, after more and more of the text before them.
+    """How well a model reads the last `targets` tokens of each text after increasingly long context.
 
-    A model that uses length gets better, one that doesn't support it gets worse. Each text is cut at its start, so positions
-    count from the start of the rest.
+    A model that uses longer context improves with length. A model that doesn't support it gets worse. Each text is cut at its
+    start, so positions count from the start of the rest.
 
     Args:
-        model: of Transformers, patched or stock, or a SentenceTransformer. A causal language model is measured by its loss, a
-            masked one by its loss at every fourth target, masked. Others are measured by the cosine of the targets' states with
-            those at the shortest length: how much a state changes, not whether it gets better.
-        texts, tokenizer: as of `attention_by_distance`. Each text has the greatest length or more.
-        lengths: in tokens with special ones, ascending. By default 2 · targets, doubled up to the maximum length of the model
-            and the length of the shortest text.
+        model: a Transformers model, patched or original, or a SentenceTransformer. A causal language model is measured by its
+            loss, a masked one by its loss at every fourth target, masked. Others are measured by the cosine of the targets'
+            states with those at the shortest length. It shows how much a state changes, not whether it improves.
+        texts, tokenizer: as for `attention_by_distance`. Each text must have at least the largest length.
+        lengths: lengths in tokens, including special tokens, ascending. By default 2 · targets, doubled up to the model's
+            maximum length and the length of the shortest text.
         targets: number of tokens.
 
     Raises:
-        ValueError: texts that are too short, lengths beyond the model's maximum, a masked model without a tokenizer, a causal
-            language model that sees later tokens.
+        ValueError: a text is too short, a length is above the model's maximum, a masked model has no tokenizer, or a causal
+            language model sees later tokens.
     """
     checked_value("targets", targets, POSITIVE)
     runner = prepare_model(model, tokenizer)
@@ -114,9 +118,9 @@ def length_curve(
 def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how well the same tokens are read after more and more text: the mean over texts with its standard error.
 
-    results: of `diagnostics.length_curve`. Those of several models, by name, have the same measure.
+    results: a result of `diagnostics.length_curve`, or results of several models by name, with the same measure.
 
-    Raises ValueError for other results or several measures.
+    Raises ValueError for other results or different measures.
     """
     named = LengthCurve.named(results)
     measures = {result.measure for result in named.values()}
@@ -160,7 +164,7 @@ def _check_lengths(runner: ModelRunner, lengths: Sequence[int], shortest: int, l
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a length curve is of a loss."""
+    """Whether a length curve measures a loss for this model."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     return any(_class_name(model) in mapping.values() for mapping in mappings)
 
@@ -170,9 +174,9 @@ def _class_name(model: Any) -> str:
 
 
 def _measure(runner: ModelRunner, row: Mapping[str, Tensor]) -> Measure:
-    """The measure of a model, by the Auto classes of its original class and by whether it sees later tokens.
+    """The measure for a model. It depends on the Auto classes of its original class and on whether it sees later tokens.
 
-    Raises ValueError for a causal language model that does.
+    Raises ValueError for a causal language model that sees later tokens.
     """
     name = _class_name(runner.model)
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not sees_later(runner, row):
@@ -195,7 +199,10 @@ def _scores(
     targets: int,
     frame: tuple[tuple[int, ...], ...],
 ) -> Tensor:
-    """The measure of one text by length, `[lengths]`, float64. row: without special tokens. frame: these, before and after."""
+    """The measure of one text by length, `[lengths]`, float64.
+
+    row: the text without special tokens. frame: special tokens before and after it.
+    """
     ids = row["input_ids"]
     front, back = (ids.new_tensor([each], dtype=torch.long) for each in frame)
     found: list[Tensor] = []

@@ -1,9 +1,12 @@
-"""The three properties of Wang et al. (2021, https://openreview.net/forum?id=onxoVA9FxMw) as numbers.
+"""Measures the three properties of Wang et al. (2021, https://openreview.net/forum?id=onxoVA9FxMw).
 
-The paper defines them for a proximity φ of positions: translation invariance, φ(x, x + m) = φ(y, y + m); monotonicity,
-φ(x, x + m) < φ(x, x + n) where m > n; symmetry, φ(x, y) = φ(y, x). The numbers are ours: how far each holds, from 0 to 1.
+The paper defines them for a proximity φ of positions:
+    translation invariance   φ(x, x + m) = φ(y, y + m)
+    monotonicity             φ(x, x + m) < φ(x, x + n) if m > n
+    symmetry                 φ(x, y) = φ(y, x)
+The degree to which each holds, from 0 to 1, is our definition.
 
-Shapes: matrices `[..., L, L]`, query by key. Cells that aren't finite (a later key in a decoder) are left out.
+Shapes: matrices `[..., L, L]`, query by key. Cells that aren't finite (a later key in a decoder) are omitted.
 """
 
 import torch
@@ -21,7 +24,7 @@ def distances(length: int) -> Tensor:
 def by_distance(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and the standard deviation of the cells at each distance 1 - L … L - 1, `[..., 2L - 1]`. NaN if there are none.
 
-    Infinite cells count here: a distance that is masked everywhere has the mean -inf.
+    Infinite cells are included, so a distance that is masked everywhere has the mean -inf.
     """
     length = matrix.shape[-1]
     diagonals = [matrix.double().diagonal(distance, *CELLS) for distance in range(1 - length, length)]
@@ -36,9 +39,9 @@ def strength(matrix: Tensor) -> Tensor:
 
 
 def translation_invariance(matrix: Tensor, still: float) -> Tensor:
-    """The part of the variance of the cells off the diagonal that their distance explains, R², `[...]`.
+    """The share of the variance of off-diagonal cells that distance explains, R², `[...]`.
 
-    still: the standard deviation up to which cells count as equal. The number is then NaN, as there is nothing to explain.
+    still: the standard deviation up to which cells count as equal. The result is then NaN.
     """
     distance = distances(matrix.shape[-1])
     cells = matrix.where(matrix.isfinite() & (distance != 0), torch.nan)
@@ -49,15 +52,17 @@ def translation_invariance(matrix: Tensor, still: float) -> Tensor:
 
 
 def monotonicity(matrix: Tensor, still: float, near: int | None = None) -> Tensor:
-    """Of all pairs of keys on one side of a query, itself among them, the part in which the farther one has the smaller value,
-    `[...]`. Differences up to `still` are ties, and count half. near: the greatest distance that counts.
+    """The share of key pairs in which the farther key has the smaller value, `[...]`.
+
+    Pairs are on one side of a query, which is itself included. Differences up to `still` are ties and count half.
+    near: the largest distance that counts.
     """
     length = matrix.shape[-1]
     right, count = (torch.zeros(matrix.shape[:-2], dtype=torch.float64) for _ in range(2))
     for query in range(length):
         for side in (matrix[..., query, query:], matrix[..., query, : query + 1].flip(-1)):
             values = side if near is None else side[..., : near + 1]
-            fall = values[..., :, None] - values[..., None, :]  # of a nearer key (rows) above a farther one
+            fall = values[..., :, None] - values[..., None, :]  # nearer key (rows) minus farther key (columns)
             known = torch.ones(fall.shape[-2:], dtype=torch.bool).triu(1) & fall.isfinite()
             right += (((fall > still) + 0.5 * (fall.abs() <= still)) * known).sum((-2, -1))
             count += known.sum((-2, -1))
@@ -65,7 +70,7 @@ def monotonicity(matrix: Tensor, still: float, near: int | None = None) -> Tenso
 
 
 def symmetry(matrix: Tensor, still: float) -> Tensor:
-    """The part of the variance of the cells off the diagonal that is left when keys and queries change places, `[...]`."""
+    """The share of the variance of off-diagonal cells that is unchanged when keys and queries are swapped, `[...]`."""
     cells = _centered(matrix.where(matrix.mT.isfinite() & (distances(matrix.shape[-1]) != 0), torch.nan))
     variance = (cells**2).nanmean(CELLS)
     same = (((cells + cells.mT) / 2) ** 2).nanmean(CELLS) / variance
@@ -73,6 +78,6 @@ def symmetry(matrix: Tensor, still: float) -> Tensor:
 
 
 def _centered(matrix: Tensor) -> Tensor:
-    """The finite cells minus their mean, and NaN."""
+    """The finite cells minus their mean. Other cells are NaN."""
     cells = matrix.double().where(matrix.isfinite(), torch.nan)
     return cells - cells.nanmean(CELLS, keepdim=True)

@@ -1,6 +1,6 @@
-"""The model that is measured, and the texts that it reads.
+"""Prepares the model to measure and its texts.
 
-What runs is a copy that shares the tensors of the given model. The given one is never changed, and other threads may run it.
+Diagnostics run a copy that shares the given model's tensors. The given model never changes, so other threads can run it.
 
 Shapes: L tokens, H heads, D hidden_size.
 """
@@ -29,8 +29,9 @@ Texts = Iterable[str] | Mapping[str, Tensor] | Tensor
 class ModelRunner:
     """A model in eval mode that returns its attention weights.
 
-    name: the class of the given model. tokenizer: None if there is none. usable: the maximum length in tokens; None: no limit
-    or an unknown one.
+    name: name of the given model's class.
+    tokenizer: None if there is none.
+    usable: maximum length in tokens. None if there is no limit or it is unknown.
     """
 
     model: Any
@@ -61,11 +62,12 @@ class ModelRunner:
         return max(1e-4, 4 * torch.finfo(self.model.dtype).eps)
 
     def read(self, texts: Texts, length: int | None, least: int = 2, special: bool = True) -> list[dict[str, Tensor]]:
-        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and the model's maximum; whole with None.
+        """Each text as name -> `[1, L]`, without padding.
 
+        length: texts are truncated to this number of tokens and to the model's maximum length. None: no truncation.
         special: whether strings get special tokens. Without them, a string has only input_ids.
 
-        Raises ValueError for texts of fewer than `least` tokens, unknown IDs, and a batch of other inputs.
+        Raises ValueError for texts of fewer than `least` tokens, unknown IDs, and batches with other inputs.
         """
         if length is not None:
             checked_value("length", length, Annotated[int, GreaterThan(least - 1)])
@@ -135,7 +137,8 @@ class ModelRunner:
         if len({len(each) for each in found}) > 1:
             raise ValueError(f"The layers of {self.name} have different numbers of heads, so they don't fit into one table.")
         weights = torch.stack(found).double().cpu()
-        if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
+        # Rounding in bfloat16 adds less than 0.1, and with an attention sink, the sum is below 1.
+        if weights.min() < 0 or weights.sum(-1).max() > 1.1:
             raise ValueError(
                 f"{self.name} doesn't return normalized attention weights (values from {weights.min():.3g} to "
                 f"{weights.max():.3g}). Use a diagnostic without them, such as receptive_field or order_sensitivity."
@@ -148,9 +151,9 @@ class ModelRunner:
 
 
 def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
-    """A runner of a model of Transformers, patched or stock, or of that of a SentenceTransformer.
+    """Create a runner for a Transformers model, patched or original, or for the model of a SentenceTransformer.
 
-    Raises ValueError for anything else, for an encoder-decoder, and for a model that reads no tokens.
+    Raises ValueError for anything else, for an encoder-decoder, and for a model that doesn't read tokens.
     """
     if is_sentence_transformer(model):
         tokenizer, model = tokenizer or model.tokenizer, model[0].model
@@ -163,7 +166,7 @@ def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
         raise ValueError(f"tokenizer={short_repr(tokenizer)[:100]} must be a Transformers tokenizer.")
     if not reads_tokens(model.base_model):
         raise ValueError(f"{name} doesn't read tokens. Pass the part that reads text, such as model.text_model.")
-    # Tensors are in the memo, so they are shared. Modules, hooks and the config are copied.
+    # Tensors in the memo of deepcopy are shared. Modules, hooks, and the config are copied.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin: Any = copy.deepcopy(model, shared)
     twin.eval().set_attn_implementation("eager")
@@ -173,5 +176,5 @@ def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
 def _usable(model: Any) -> int | None:
     try:
         return inspect(model).max_length
-    except ValueError:  # unknown for a model that isn't supported
+    except ValueError:  # unknown for unsupported models
         return None

@@ -1,4 +1,4 @@
-"""Translation invariance, monotonicity and symmetry of an encoding, the properties of Wang et al. (2021)."""
+"""Measures translation invariance, monotonicity, and symmetry of an encoding (Wang et al., 2021)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Properties(Result):
-    """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
+    """The result of `properties`: the properties of Wang et al. (2021), each `[H]`, from 0 to 1.
 
-    translation_invariance: the part of the variance between different positions that distance explains (R²). 1: only distance
-        counts.
-    monotonicity: of all pairs of keys on one side of a query, the part in which the farther key is less similar (ties count
-        half). 1: similarity falls everywhere. 0.5: chance.
+    translation_invariance: the share of the variance between different positions that distance explains (R²). 1: only distance
+        matters.
+    monotonicity: the share of pairs of keys on one side of a query in which the farther key is less similar. Ties count half.
+        1: similarity decreases everywhere. 0.5: chance.
     local_monotonicity: the same for distances up to `near` tokens.
-    symmetry: the part of the variance that is left when i and j change places. NaN in a causal stack.
+    symmetry: the share of the variance that is unchanged when i and j are swapped. NaN in a causal stack.
     All are NaN if the encoding doesn't distinguish positions.
     """
 
@@ -50,9 +50,9 @@ class Properties(Result):
 def properties(
     encoding: Any, length: int = 64, *, quantity: Quantity | None = None, near: int = 20, **sizes: "Unpack[Sizes]"
 ) -> Properties:
-    """Translation invariance, monotonicity and symmetry of `similarity` (Wang et al., 2021).
+    """Translation invariance, monotonicity, and symmetry of `similarity` (Wang et al., 2021).
 
-    Args, Raises: as `similarity`. near: the distance in tokens up to which `local_monotonicity` counts.
+    Args, Raises: as for `similarity`. near: the maximum distance for `local_monotonicity`, in tokens.
     """
     checked_value("near", near, POSITIVE)
     found = similarity(encoding, length, quantity=quantity, **sizes)

@@ -1,4 +1,4 @@
-"""Which positions an encoding distinguishes, in float64 and in the dtypes of models."""
+"""Measures which positions an encoding distinguishes, in float64 and in lower precision."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,11 @@ PROBES = 8
 class Uniqueness(Result):
     """The result of `uniqueness`.
 
-    quantity: "vectors" compares the vector of each position, "scores" the scores that one query gives each key in all heads.
-    length: number of positions. distinct: how many of them differ from all earlier ones. least: the least Euclidean distance of
-        two of them, `nearest`. relative: `least` divided by the mean distance of neighbors.
+    quantity: "vectors" compares the vectors of positions. "scores" compares the scores of one query with each key in all heads.
+    length: number of positions.
+    distinct: number of positions that differ from all earlier ones.
+    least: the smallest Euclidean distance between two positions, `nearest`.
+    relative: `least` divided by the mean distance between adjacent positions.
     """
 
     encoding: str
@@ -46,8 +48,8 @@ class Precision(Result):
     """The result of `precision`, by dtype.
 
     error: the largest difference from float64, relative to the largest value.
-    told_apart: number of positions before the first that equals its neighbor, from 0, or from the query of "scores"; `length`
-        if all neighbors differ.
+    told_apart: number of positions before the first that equals its neighbor. It counts from 0, or from the query of "scores".
+        `length` if all neighbors differ.
     distinct: number of positions that differ from all earlier ones.
     """
 
@@ -69,10 +71,10 @@ class Precision(Result):
 def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Uniqueness:
     """Whether the encoding distinguishes all positions.
 
-    All vectors are compared. In attention, one query compares all keys, by the scores of PROBES random queries and keys. It is
-    in the middle, in a causal stack at the end. A symmetric bias gives the keys on its two sides the same scores.
+    `uniqueness` compares all vectors. For scores, it compares the keys of one query, with PROBES random queries and keys. The
+    query is in the middle, or at the end in a causal stack. A symmetric bias gives keys on its two sides equal scores.
 
-    Args, Raises: as `similarity`.
+    Args, Raises: as for `similarity`.
     """
     measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
@@ -97,12 +99,12 @@ def precision(
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     **sizes: "Unpack[Sizes]",
 ) -> Precision:
-    """What rounding does to an encoding: its error, and the first neighbors that are equal.
+    """The effect of rounding on an encoding: its error, and the first neighbors that become equal.
 
-    Parameters, vectors, queries, keys, their products, and biases are in the dtype, as in a model without autocast. In
-    attention, the query at position 0 reads keys at growing distances. In a causal stack, it is the last query.
+    Parameters, vectors, queries, keys, their products, and biases are in the dtype, as in a model without autocast. For scores,
+    the query is at position 0, or at the last position in a causal stack. Keys are compared in order of distance.
 
-    Args, Raises: as `similarity`. dtypes: floating-point dtypes of torch.
+    Args, Raises: as for `similarity`. dtypes: floating-point dtypes of torch.
     """
     if odd := [dtype for dtype in dtypes if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)]:
         raise ValueError(f"dtypes contains {odd[0]!r}. Pass floating-point dtypes, such as torch.bfloat16.")
@@ -117,7 +119,7 @@ def precision(
     exact = features(torch.float64)
     largest = exact[exact.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     rounded = [features(dtype) for dtype in dtypes]
-    # Rounding doesn't distinguish what is equal in float64.
+    # Positions that are equal in float64 must not count as distinct because of rounding.
     same = [_same(each) | _same(exact) for each in rounded]
     return Precision(
         measured.name,
@@ -131,7 +133,7 @@ def precision(
 
 
 def _features(measured: MeasuredEncoding, kind: Quantity, query: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """The features of each position, `[L, F]`: its vector, or its scores in all heads with all probes."""
+    """The features of each position, `[L, F]`: its vector, or its scores in all heads for all probes."""
     if kind == "vectors":
         return measured.vectors(dtype)
     return measured.scores(*measured.random_probes(PROBES, seed), rows=[query], dtype=dtype)[:, :, 0].flatten(0, 1).T
@@ -143,10 +145,10 @@ def _same(features: Tensor) -> Tensor:
 
 
 def _apart(features: Tensor) -> Tensor:
-    """The Euclidean distances of all positions, `[L, L]`. Infinite if a feature of only one is infinite. Features that are
-    infinite in both don't count."""
+    """The Euclidean distances between all positions, `[L, L]`. Infinite if a feature is infinite in only one of them. Features
+    that are infinite in both don't count."""
     finite = features.isfinite()
-    # -inf minus -inf would be NaN, so features that aren't finite are compared by their kind.
+    # -inf minus -inf is NaN, so non-finite features are compared by kind.
     kinds = torch.where(finite, 0.0, torch.where(features.isnan(), 2.0, features.sign())).to(features)
     apart, other = (
         torch.cdist(each, each, compute_mode="donot_use_mm_for_euclid_dist") for each in (features.where(finite, 0.0), kinds)

@@ -1,4 +1,4 @@
-"""Identical-word probing: one word repeated, so that attention shows what position alone does (Wang et al., 2021,
+"""Identical-word probing: one word is repeated, so attention shows only the effect of position (Wang et al., 2021,
 https://openreview.net/forum?id=onxoVA9FxMw)."""
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,15 @@ MAX_LAYERS, MAX_HEADS = 4, 6
 class Probing(Result):
     """The result of `probing`.
 
-    model: its class. length: L, how often a word is repeated. words: number of words that are averaged over.
+    model: name of its class.
+    length: L, the number of repetitions of a word.
+    words: number of words that are averaged.
     attention: `[layers, H, L, L]`, the mean attention weight of query i and key j.
-    strength: `[layers, H]`, in nats: the standard deviation of the log-odds log(a_ij / a_ii) over all pairs. 0: attention
-        doesn't depend on position. Pairs of weight 0 are left out: masked ones, and those about 100 nats below the largest,
-        which a softmax in float32 rounds to 0. If many are, as with a steep bias, choose a smaller length.
+    strength: `[layers, H]`, in nats, the standard deviation of the log-odds log(a_ij / a_ii) over all pairs. 0: attention
+        doesn't depend on position. Pairs of weight 0 are omitted: masked ones, and those about 100 nats below the largest,
+        which a softmax in float32 rounds to 0. If there are many, as with a steep bias, choose a smaller length.
     translation_invariance, monotonicity, local_monotonicity, symmetry: `[layers, H]`, of these log-odds as in `Properties`.
-    earlier: `[layers, H]`, the part of the weight on other tokens that is on earlier ones. 0.5: balanced. 1: a decoder.
+    earlier: `[layers, H]`, the share of the weight on other tokens that is on earlier ones. 0.5: balanced. 1: a decoder.
     """
 
     model: str
@@ -54,7 +56,7 @@ class Probing(Result):
             yield f"  {name.replace('_', ' ')}: {by_layer(getattr(self, name))}"
 
     def _unweighted(self) -> float:
-        """The part of the pairs that have no log-odds, without the later keys of a decoder."""
+        """The share of pairs without log-odds, excluding the later keys of a decoder."""
         zero = self.attention == 0
         later = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
         return float(zero[..., ~later if zero[..., later].all() else later | True].double().mean())
@@ -70,21 +72,21 @@ def probing(
     near: int = 20,
     seed: int = 0,
 ) -> Probing:
-    """What position alone does to attention: each word is repeated `length` times, without special tokens.
+    """The effect of only position on attention. Each word is repeated `length` times, without special tokens.
 
     Log-odds relative to a token's weight on itself cancel the sum of the softmax, which differs between queries. A model in
-    which only distance counts is then exactly translation invariant, even near the ends of a text.
+    which only distance matters is then exactly translation invariant, even near the ends of a text.
 
     Args:
-        model: of Transformers, patched or stock, or a SentenceTransformer.
-        words: how many to draw from the vocabulary; or words of one token each (with a tokenizer), or their ids.
+        model: a Transformers model, patched or original, or a SentenceTransformer.
+        words: the number of words to draw from the vocabulary, or words of one token each (with a tokenizer), or their IDs.
         length: L, in tokens.
-        tokenizer: needed for words as strings.
-        near: the distance in tokens up to which `local_monotonicity` counts.
-        seed: of the random words.
+        tokenizer: required if words are strings.
+        near: the maximum distance for `local_monotonicity`, in tokens.
+        seed: seed of the random words.
 
     Raises:
-        ValueError: a model that returns no attention weights or whose maximum length is smaller, unknown words.
+        ValueError: the model returns no attention weights, its maximum length is below `length`, or a word is unknown.
     """
     checked_value("length", length, SEVERAL)
     checked_value("near", near, POSITIVE)
@@ -133,12 +135,13 @@ def draw_probing(
 ) -> Any:
     """Draw attention among identical words, where position alone decides.
 
-    A row for each layer, a map of query × key for each head, and beneath it the strength of position there, in nats.
+    Each layer has a row with a map of query × key for each head. The number above a map is the strength of position, in nats.
 
-    result: of `diagnostics.probing`. layers, heads: which are shown, from 0; without, up to 4 and 6 at equal steps.
+    result: a result of `diagnostics.probing`.
+    layers, heads: indices, from 0. By default, up to 4 layers and 6 heads at equal steps.
 
-    Colors are logarithmic, from 1/50 of the weight of all pairs if position didn't count ("even") to 1.
-    Raises ValueError for another result, or layers or heads that aren't there.
+    Colors are logarithmic, from 1/50 of the weight without effect of position ("even") to 1.
+    Raises ValueError for another result, or layers or heads that don't exist.
     """
     require_matplotlib()
     from matplotlib.colors import LogNorm
@@ -179,7 +182,7 @@ def _ids(runner: ModelRunner, words: Any, seed: int) -> list[int]:
 
 
 def _special_ids(config: Any) -> set[int]:
-    """The special tokens that a config names. Some models (RoBERTa) give padding no position."""
+    """The IDs of special tokens in a config. In some models (RoBERTa), padding has no position."""
     told = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     return {each for value in told for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
 

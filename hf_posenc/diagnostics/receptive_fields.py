@@ -1,4 +1,4 @@
-"""The effective receptive field: how far away the tokens are on which a state depends (Chi et al., 2023,
+"""Measures the effective receptive field: the distance of the tokens on which a state depends (Chi et al., 2023,
 https://aclanthology.org/2023.acl-long.756)."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,15 @@ from hf_posenc.encodings import checked_value
 class ReceptiveField(Result):
     """The result of `receptive_field`.
 
-    model: its class. texts: how many were read. query: which token's state, "middle" or "last".
-    distances: of the input token from the query, in tokens, N of them. Up to 0 in decoders.
-    share: `[N]`, the norm of the state's gradient with respect to the input's embedding, divided by the sum over the text, the
-        mean over texts.
-    cumulative: `[R]`, the share of the tokens up to r = 0, 1, … tokens away.
-    shares: cumulative shares. radius: the least r at which each is reached.
+    model: name of its class.
+    texts: number of texts.
+    query: the token whose state is measured, "middle" or "last".
+    distances: N distances of input tokens from the query, in tokens. Up to 0 in decoders.
+    share: `[N]`, the norm of the state's gradient with respect to the input's embedding, divided by the sum over the text,
+        averaged over texts.
+    cumulative: `[R]`, the total share of tokens up to r = 0, 1, … tokens away.
+    shares: cumulative shares.
+    radius: the smallest r at which each of `shares` is reached.
     """
 
     model: str
@@ -55,21 +58,22 @@ def receptive_field(
     probes: int = 4,
     seed: int = 0,
 ) -> ReceptiveField:
-    """How far away the inputs are on which a token's last state depends, by gradients through all layers.
+    """The distance of the inputs on which a token's last state depends, measured by gradients through all layers.
 
     Chi et al. take the norm of the gradient with respect to each token's embedding, as a share of the sum over the text. They
-    call the tokens with 99% of it the empirical receptive field. Theirs is the gradient of the last token's prediction. Ours is
-    that of `probes` random projections of the state, whose root mean square estimates the norm of the whole Jacobian. So models
-    without a head have one.
+    call the tokens with 99% of it the empirical receptive field. They use the gradient of the last token's prediction. We use
+    gradients of `probes` random projections of the state. Their root mean square estimates the norm of the Jacobian, and models
+    don't need a head.
 
     Args:
-        model, texts, tokenizer, length: as of `attention_by_distance`.
+        model, texts, tokenizer, length: as for `attention_by_distance`.
         query: the token of the state. By default the middle one, or the last if no state depends on later tokens.
-        shares: above 0, up to 1, for which `radius` is computed.
-        probes: number of projections. seed: of these.
+        shares: shares for which `radius` is computed, above 0 and up to 1.
+        probes: number of projections.
+        seed: seed of the projections.
 
     Raises:
-        ValueError: texts of fewer than two tokens, ids that the model doesn't know, a wrong share.
+        ValueError: a text has fewer than two tokens, an ID is unknown, or a share is invalid.
     """
     if query not in (None, "middle", "last"):
         raise ValueError(f"query={query!r} must be 'middle', 'last', or None.")
@@ -116,9 +120,10 @@ def draw_receptive_field(
 ) -> Any:
     """Draw how far away the tokens are on which a state depends.
 
-    The share of the gradient by distance, and that of all tokens up to a distance, with the radius of each of `shares`.
+    The left panel shows the share of the gradient by distance. The right panel shows the cumulative share up to a distance,
+    with the radius of each of `shares`.
 
-    results: of `diagnostics.receptive_field`; of several models by name, a line for each.
+    results: a result of `diagnostics.receptive_field`, or results of several models by name, each with a line.
 
     Raises ValueError for another result.
     """
@@ -158,12 +163,14 @@ def sees_later(runner: ModelRunner, row: Mapping[str, Tensor]) -> bool:
 
 
 def _norms(runner: ModelRunner, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
-    """By token, the norm of the gradient of the state at `place` by its embedding, times √probes, `[L]`, float64."""
+    """For each token, the norm of the gradient of the state at `place` with respect to its embedding, times √probes.
+
+    `[L]`, float64."""
     inputs: list[Tensor] = []
     generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
 
     def leaf(module: Any, args: Any, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantized (I-BERT), padded (Longformer)
             raise ValueError(
                 f"{runner.name} doesn't embed each token as one vector, so it has no gradients with respect to them. Use a "
                 "diagnostic without gradients, such as order_sensitivity."
@@ -172,8 +179,8 @@ def _norms(runner: ModelRunner, row: Mapping[str, Tensor], place: int, probes: i
         return inputs[-1].clone()  # some models (CTRL) scale it in place
 
     with torch.inference_mode(False), torch.enable_grad():
-        row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
-        handle = runner.embedding.register_forward_hook(leaf)  # of the copy
+        row = {name: values.clone() for name, values in row.items()}  # autograd can't save tensors of inference mode
+        handle = runner.embedding.register_forward_hook(leaf)  # the model is a copy
         try:
             state = runner.states(row)[place]
         finally:

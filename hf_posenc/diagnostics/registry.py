@@ -1,7 +1,7 @@
 """The registry of diagnostics and figures.
 
-A file that registers its functions here needs nothing else: `hf_posenc.diagnostics` and `hf_posenc.plots` have them by their
-names, each figure is a command of `hf-posenc plot`, and `hf-posenc explore` shows those that are marked for its page.
+Functions that a file registers here become available in `hf_posenc.diagnostics` and `hf_posenc.plots`. Each figure becomes a
+command of `hf-posenc plot`, and `hf-posenc explore` shows those that are marked for its page.
 """
 
 import inspect
@@ -14,16 +14,16 @@ from hf_posenc.encodings import PositionEncoding
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Measured = Literal["vectors", "encoding", "model", "texts"]
-"""What a diagnostic measures: an encoding that adds vectors, any encoding, a model, or a model on texts."""
+"""The input of a diagnostic: an encoding that adds vectors, any encoding, a model, or a model with texts."""
 Drawn = Literal["vectors", "scores", "record", "model", "texts"]
-"""What a figure draws: the vectors or scores of an encoding, a record of a script, or the results of a diagnostic of models."""
+"""The input of a figure: vectors or scores of an encoding, a record of a script, or results of a diagnostic of models."""
 
 
 @dataclass(frozen=True)
 class Diagnostic:
     """A function of `hf_posenc.diagnostics`.
 
-    measure: `(encoding, length, **sizes)`, with `quantity=` unless it needs vectors; `(model, *, length)`; or
+    measure: a function `(encoding, length, **sizes)`, with `quantity=` unless it needs vectors, `(model, *, length)`, or
         `(model, texts, *, tokenizer, length)`.
     on_page: whether the page shows its numbers, and its figure if it has one.
     """
@@ -37,12 +37,12 @@ class Diagnostic:
 class Figure:
     """A function of `hf_posenc.plots`.
 
-    draw: `(subject, *, dark, path, **options)`; its public name is without "draw_". The first paragraph of its docstring is the
-        help text of its command. Arguments with a `Help` are options of the command. The page sets those that are sizes.
-    example: the arguments of the command in its example.
-    caption: its heading on the page; without one, the page doesn't show it.
+    draw: a function `(subject, *, dark, path, **options)`. Its public name omits "draw_". The first paragraph of its docstring
+        is the help text of its command. Arguments with a `Help` are options of the command. The page sets size arguments.
+    example: arguments of the command in its example.
+    caption: heading on the page. Without one, the page doesn't show the figure.
     measure: the diagnostic whose results it draws.
-    settings: arguments of `measure`, where figures have other defaults.
+    settings: arguments of `measure` for which the figure has other defaults.
     """
 
     draw: Callable[..., Any]
@@ -54,19 +54,19 @@ class Figure:
 
     @property
     def subject(self) -> inspect.Parameter | None:
-        """The positional argument: an `encoding`, `encodings`, a `record`, a `result`, or `results` by name."""
+        """The positional argument, named `encoding`, `encodings`, `record`, `result`, or `results`."""
         first = next(iter(inspect.signature(self.draw).parameters.values()))
         return None if first.kind is first.KEYWORD_ONLY else first
 
     @property
     def several(self) -> bool:
-        """Whether it draws several encodings or results side by side."""
+        """Whether the figure compares several encodings or results."""
         return self.subject is not None and self.subject.name.endswith("s")
 
 
 @dataclass(frozen=True)
 class Help:
-    """What a command says about an argument, within Annotated. default: the words for None."""
+    """The help text of an argument, used in Annotated. default: the text for a default of None."""
 
     text: str
     default: str | None = None
@@ -77,7 +77,7 @@ FIGURES: dict[str, Figure] = {}
 
 
 def page_figures(*needs: str) -> dict[str, Figure]:
-    """The figures on the page that draw one of these, by name."""
+    """The figures on the page that draw one of these inputs, by name."""
     return {name: each for name, each in FIGURES.items() if each.caption and each.needs in needs}
 
 
@@ -94,7 +94,7 @@ TextLength = Annotated[int, Help("Maximum length of a text, in tokens.")]
 
 
 def diagnostic(needs: Measured, *, on_page: bool = False) -> Callable[[Function], Function]:
-    """Register a function of `hf_posenc.diagnostics`, see `Diagnostic`."""
+    """Register a function of `hf_posenc.diagnostics` (see `Diagnostic`)."""
 
     def register(measure: Function) -> Function:
         DIAGNOSTICS[measure.__name__] = Diagnostic(measure, needs, on_page)
@@ -110,7 +110,7 @@ def figure(
     caption: str | None = None,
     **settings: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function of `hf_posenc.plots`, see `Figure`. of: a diagnostic of models, or what else it draws."""
+    """Register a function of `hf_posenc.plots` (see `Figure`). of: a diagnostic of models, or another input that it draws."""
 
     def register(draw: Function) -> Function:
         measure = of if callable(of) else None

@@ -1,4 +1,4 @@
-"""What all results of diagnostics share: plain fields, and JSON that gives the same result again."""
+"""The base class of diagnostic results, with plain fields and lossless conversion to JSON."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 NAME = "diagnostic"
 """The key of `to_dict` that names the class."""
 INFINITE = {"inf": math.inf, "-inf": -math.inf}
-"""Infinite numbers, which JSON doesn't have, are these strings there."""
+"""Strings that represent infinite numbers in JSON."""
 
 
 R = TypeVar("R", bound="Result")
@@ -21,21 +21,21 @@ R = TypeVar("R", bound="Result")
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Base of all results. Tensors are float64 on the CPU. NaN is undefined: a later key in a decoder, a distance that no pair
-    of tokens has.
+    """Base class of all results. Tensors are float64 on the CPU. NaN means undefined, such as later keys in a decoder, or a
+    distance that no pair of tokens has.
 
-    In JSON, undefined numbers are null, and infinite ones "inf" or "-inf". Two results are equal if these forms are.
+    In JSON, undefined numbers are null, and infinite ones are "inf" or "-inf". Two results are equal if their JSON is.
     """
 
     classes: ClassVar[dict[str, type["Result"]]] = {}
-    """Name -> class, of all results."""
+    """Name -> class, for all results."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Result.classes[cls.__name__] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of JSON: numbers, strings, lists and dicts."""
+        """The result as JSON values: numbers, strings, lists, and dicts."""
         values = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {NAME: type(self).__name__, **values}
 
@@ -57,14 +57,14 @@ class Result:
 
     @classmethod
     def checked(cls: type[R], result: Any) -> R:
-        """The result that a figure is of. Raises ValueError for anything else."""
+        """The result, if it is of this class. Raises ValueError for anything else."""
         if not isinstance(result, cls):
             raise ValueError(f"This figure needs a {cls.__name__} of hf_posenc.diagnostics, not a {type(result).__name__}.")
         return result
 
     @classmethod
     def named(cls: type[R], results: R | Mapping[str, R]) -> dict[str, R]:
-        """The results that a figure compares, by name: those of several models, or one, named after its model."""
+        """The results that a figure compares, by name. A single result is named after its model. Raises ValueError if empty."""
         if not isinstance(results, Mapping):
             return {getattr(cls.checked(results), "model", ""): results}
         if not results:
@@ -74,7 +74,7 @@ class Result:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Result) and self.to_dict() == other.to_dict()
 
-    __hash__ = None  # type: ignore[assignment]  # equal by values, of which some can't be hashed
+    __hash__ = None  # type: ignore[assignment]  # equality compares values, some of which can't be hashed
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -85,7 +85,7 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity: None, "inf" and "-inf"."""
+    """The value for JSON, with NaN as None, and infinite numbers as "inf" and "-inf"."""
     if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, (list, tuple)):
@@ -104,7 +104,7 @@ def _restored(value: Any, kind: Any) -> Any:
 
 
 def _values(value: Any, undefined: Any) -> Any:
-    """A value of JSON with tuples and infinite numbers. undefined: what null is."""
+    """A JSON value with tuples and infinite numbers restored. undefined: the replacement for null."""
     if isinstance(value, (list, tuple)):
         return tuple(_values(each, undefined) for each in value)
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def _values(value: Any, undefined: Any) -> Any:
 
 
 def ranged(values: Tensor) -> str:
-    """The smallest and the largest number of a tensor, in words."""
+    """The smallest and the largest number of a tensor, as text."""
     known = values[~values.isnan()]
     if not known.numel():
         return "undefined"
@@ -122,11 +122,11 @@ def ranged(values: Tensor) -> str:
 
 
 def by_layer(values: Tensor) -> str:
-    """The means over heads of `[layers, H]`, in words."""
+    """The means over heads of `[layers, H]`, as text."""
     means = values.nanmean(-1).tolist()
     return ", ".join("undefined" if math.isnan(mean) else f"{mean:.3g}" for mean in means)
 
 
 def heads(values: Tensor) -> str:
-    """The number of heads of `[H, ...]`, in words."""
+    """The number of heads of `[H, ...]`, as text."""
     return "all heads alike" if len(values) == 1 else f"{len(values)} heads"

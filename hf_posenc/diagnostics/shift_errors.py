@@ -1,4 +1,4 @@
-"""How well a linear map shifts an encoding's vectors: p(t + k) = M_k p(t)."""
+"""Measures how well a linear map shifts an encoding's vectors: p(t + k) = M_k p(t)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ShiftError(Result):
     """The result of `shift_error`.
 
     offsets: k, in tokens.
-    error: for each k, ‖p(t + k) - M_k p(t)‖ at the positions t that M_k was not fitted to, divided by the distance of these
+    error: for each k, ‖p(t + k) - M_k p(t)‖ at positions t to which M_k was not fitted, divided by the distance of these
         p(t + k) from their mean. 0: exact. 1: as good as the mean.
     length: number of positions.
     """
@@ -41,18 +41,18 @@ class ShiftError(Result):
 def shift_error(
     encoding: Any, length: int = 256, *, offsets: Sequence[int] | None = None, **sizes: "Unpack[Sizes]"
 ) -> ShiftError:
-    """How well one linear map M_k takes the vector of each position to that of k positions later (Vaswani et al., 2017,
+    """How well one linear map M_k maps the vector of each position to that of k positions later (Vaswani et al., 2017,
     section 3.5).
 
     It is exact for `sinusoidal`, whose map is its `shift_matrix`, but not for learned vectors. M_k is fitted by least squares
     to the even positions, and measured at the odd ones, because a map with as many features as positions fits anything.
 
     Args:
-        encoding, length, **sizes: as of `similarity`. The encoding adds vectors.
+        encoding, length, **sizes: as for `similarity`. The encoding must add vectors.
         offsets: k, in tokens, above 0 and up to half of `length`. By default 1, 2, 4, … up to a quarter.
 
     Raises:
-        ValueError: an encoding that adds no vectors, a wrong offset or size.
+        ValueError: the encoding adds no vectors, or an offset or size is invalid.
     """
     checked_value("length", length, SEVERAL)
     if offsets is None:
@@ -60,7 +60,7 @@ def shift_error(
     for offset in checked_value("offsets", offsets, POSITIVES):
         if offset > length // 2:
             raise ValueError(f"offsets={offset} must be at most half of length={length}.")
-        if offset > length - 4:  # two positions to fit to, two to measure on
+        if offset > length - 4:  # fitting and measuring need two positions each
             raise ValueError(f"offsets={offset} needs a length of at least {offset + 4} positions, not {length}.")
     measured = prepare_encoding(encoding, length, sizes)
     measured.quantity("vectors")

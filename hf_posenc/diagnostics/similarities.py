@@ -1,4 +1,4 @@
-"""How similar positions are to an encoding, by pair.
+"""Measures how similar an encoding's positions are, for each pair.
 
 Shapes: L positions, H heads.
 """
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 MAPS = 8
-"""The default maximum number of heads in a figure: each has a map."""
+"""The default maximum number of heads in a figure. Each head has a map."""
 
 
 @dataclass(frozen=True, eq=False)
 class Similarity(Result):
     """The result of `similarity`.
 
-    encoding: its name. quantity: "vectors", what it adds to the inputs; "scores", what it does in attention.
-    matrix: `[H, L, L]`, of query position i and key position j: dot products of vectors (H = 1), or the bias plus, if the
-        encoding rotates, the scaled score of a query and a key whose features are all 1. If all heads are alike, H = 1. NaN for
-        later keys in a causal stack.
-    cosine: `[H, L, L]`, of vectors, or of rotated queries and keys. None if there is a bias.
+    encoding: name of the encoding.
+    quantity: "vectors" that are added to inputs, or "scores" in attention.
+    matrix: `[H, L, L]`, for query position i and key position j, the dot product of vectors (H = 1), or the bias. If the
+        encoding rotates, the scaled score of a query and a key whose features are all 1 is added to the bias. If all heads are
+        equal, H = 1. NaN for later keys in a causal stack.
+    cosine: `[H, L, L]`, cosines of vectors, or of rotated queries and keys. None if there is a bias.
     """
 
     encoding: str
@@ -51,16 +52,16 @@ class Similarity(Result):
 
 @diagnostic("encoding")
 def similarity(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Similarity:
-    """How similar each two positions are: dot products and cosines of vectors, scores of a fixed query and key, biases.
+    """How similar two positions are: dot products and cosines of vectors, scores of a fixed query and key, or biases.
 
     Args:
         encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`.
         length: L, the number of positions.
-        quantity: "vectors" or "scores". Required for a composition that acts in both ways.
-        **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
+        quantity: "vectors" or "scores". Required for a composition that has both.
+        **sizes: `Sizes` of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
 
     Raises:
-        ValueError: an unknown encoding, one that doesn't act in the way asked for, or a wrong size.
+        ValueError: the encoding is unknown or doesn't have this quantity, or a size is invalid.
     """
     measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
@@ -96,14 +97,14 @@ def draw_bias(
 ) -> Any:
     """Draw what an encoding adds to scores, a map of query × key for each head.
 
-    If it rotates, this is the score of a query and a key whose features are all 1, plus the bias. Keys that a query doesn't see
-    are blank.
+    If the encoding rotates, a map shows the score of a query and a key whose features are all 1, plus the bias. Keys that a
+    query doesn't see are blank.
 
-    encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or a result of
+    encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its sizes, or a result of
         `diagnostics.similarity`.
-    heads: from 0. By default, up to 8 of them at equal steps.
+    heads: head indices, from 0. By default, up to 8 of them at equal steps.
 
-    Raises ValueError for an encoding that does nothing to scores, or heads that aren't there.
+    Raises ValueError for an encoding that doesn't change scores, or heads that don't exist.
     """
     if isinstance(encoding, Similarity):
         found, name = encoding, encoding.encoding
@@ -133,25 +134,25 @@ def draw_bias(
 
 
 def without_unseen(values: Tensor) -> np.ndarray:
-    """The values with NaN for infinite biases, and for finite ones that hide a key."""
+    """The values, with NaN for infinite biases and for finite biases that mask a key."""
     numbers = values.numpy()
     return np.where(np.isfinite(numbers) & (numbers > UNSEEN / 2), numbers, np.nan)
 
 
 def selected_heads(given: Sequence[int] | None, count: int, most: int) -> list[int]:
-    """The heads that are shown. If all are alike, there is one."""
+    """The indices of heads to show. If all heads are equal, there is only one."""
     return [0] if count == 1 else selected("heads", given, count, most)
 
 
 def _rotates(found: Similarity) -> bool:
-    """Whether the matrix holds scores of rotated queries and keys, to which biases may have been added."""
+    """Whether the matrix contains scores of rotated queries and keys, possibly with biases added."""
     try:
         return "rotate" in encoding_class(found.encoding).mechanisms()
-    except ValueError:  # a result of an encoding that isn't registered here
+    except ValueError:  # the encoding of a loaded result may not be registered
         return found.cosine is not None
 
 
 def _of_heads(values: Tensor) -> Tensor:
-    """Values of heads `[H, ...]`; of one where all are alike."""
+    """Values of heads `[H, ...]`. If all heads are equal, only the first, `[1, ...]`."""
     alike = torch.allclose(values, values[:1].expand_as(values), rtol=0, atol=1e-12, equal_nan=True)
     return values[:1] if alike else values

@@ -1,4 +1,4 @@
-"""The wavelengths of an encoding made of sines: `sinusoidal`, `rope` and their rules."""
+"""Computes the wavelengths of a sinusoidal encoding, such as `sinusoidal` or `rope` with any rule."""
 
 import math
 from collections.abc import Iterator
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Wavelengths(Result):
-    """The result of `wavelengths`; by pair of features, R pairs.
+    """The result of `wavelengths`, for R pairs of features.
 
-    length: of the text, in tokens. Some rules have lower frequencies in longer texts.
-    frequencies: `[R]`, radians per token. wavelengths: `[R]`, tokens per turn, 2π / frequency; infinite if the frequency is 0.
+    length: text length in tokens. Some rules have lower frequencies in longer texts.
+    frequencies: `[R]`, radians per token.
+    wavelengths: `[R]`, tokens per full rotation, 2π / frequency. Infinite if the frequency is 0.
     turns: `[R]`, length / wavelength.
     """
 
@@ -37,15 +38,15 @@ class Wavelengths(Result):
 
 @diagnostic("encoding")
 def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> Wavelengths:
-    """The wavelengths of an encoding made of sines, by pair of features.
+    """The wavelengths of a sinusoidal encoding, by pair of features.
 
     Args:
-        encoding, **sizes: as of `similarity`. The encoding has `angular_frequencies`: `sinusoidal`, `fourier`, `rope` with any
-            rule, `xpos`, `fope`, `pope`, or a custom one.
-        length: of the text, in tokens.
+        encoding, **sizes: as for `similarity`. The encoding must have `angular_frequencies`: `sinusoidal`, `fourier`, `rope`
+            with any rule, `xpos`, `fope`, `pope`, or a custom one.
+        length: text length in tokens.
 
     Raises:
-        ValueError: an encoding that isn't made of sines, a composition of two that are, or a wrong size.
+        ValueError: the encoding isn't sinusoidal, a composition has several sinusoidal parts, or a size is invalid.
     """
     measured = prepare_encoding(encoding, length, sizes)
     parts = {name: part.angular_frequencies(length) for name, part in measured.encoding.named_parts().items()}

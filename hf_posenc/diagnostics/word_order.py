@@ -1,4 +1,4 @@
-"""Order sensitivity: how much a model's states change when the tokens of a text change places."""
+"""Measures order sensitivity: how much a model's hidden states change when the tokens of a text are reordered."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from hf_posenc.diagnostics.result import Result
 class OrderSensitivity(Result):
     """The result of `order_sensitivity`.
 
-    model: its class. texts: how many were read.
-    changes: "shuffled", all tokens in a random order; "neighbours", each pair of tokens swapped; "halves", the text's two
-        halves swapped.
-    tokens: by change, 1 - the cosine of a token's last state before and after it, the mean over tokens. text: 1 - the cosine of
-        the mean state. 0: order doesn't matter.
+    model: name of its class.
+    texts: number of texts.
+    changes: "shuffled" (a random order of all tokens), `"neighbours"` (each pair of adjacent tokens is swapped), "halves" (the
+        text's two halves are swapped).
+    tokens: for each change, 1 - the cosine of a token's last hidden state before and after it, averaged over tokens.
+    text: for each change, 1 - the cosine of the mean state. 0: order doesn't matter.
     """
 
     model: str
@@ -40,17 +41,17 @@ class OrderSensitivity(Result):
 @diagnostic("texts", on_page=True)
 @torch.no_grad()
 def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length: int = 256, seed: int = 0) -> OrderSensitivity:
-    """How much the last states change when the tokens of a text change places. The states of a bag of words don't.
+    """How much the last hidden states change when the tokens of a text are reordered. In a bag-of-words model, they don't.
 
-    Special tokens keep their places, if a tokenizer names them. In a decoder, states depend on the order of earlier tokens even
+    Special tokens keep their places if a tokenizer lists them. In a decoder, states depend on the order of earlier tokens even
     without a position encoding.
 
     Args:
-        model, texts, tokenizer, length: as of `attention_by_distance`.
-        seed: of the random order.
+        model, texts, tokenizer, length: as for `attention_by_distance`.
+        seed: seed of the random order.
 
     Raises:
-        ValueError: texts of fewer than four tokens that could change places, ids that the model doesn't know.
+        ValueError: a text has fewer than four tokens that can be permuted, or an ID is unknown.
     """
     runner = prepare_model(model, tokenizer)
     rows, generator = runner.read(texts, length), torch.Generator().manual_seed(seed)
@@ -67,7 +68,7 @@ def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length
         before = runner.states(row).double()
         for name, change in CHANGES.items():
             order = torch.arange(ids.shape[1])
-            order[free] = free[change(len(free), generator)]  # the token at each place
+            order[free] = free[change(len(free), generator)]  # index of the token at each place
             after = runner.states({**row, "input_ids": ids[:, order.to(ids.device)]}).double()
             tokens[name].append(float(1 - F.cosine_similarity(after, before[order.to(ids.device)], dim=-1).mean()))
             text[name].append(float(1 - F.cosine_similarity(after.mean(0), before.mean(0), dim=0)))

@@ -67,7 +67,7 @@ class ALiBi(PositionEncoding, type="alibi"):
         return bias.masked_fill(torch.where(heads < _first_half(len(slopes)), distance > 0, distance < 0), UNSEEN)
 
     def _fixed_slopes(self) -> list[float] | list[list[float]]:
-        """Slopes `[H]`; for asymmetric `[2, H]`."""
+        """Slopes `[H]`, or `[2, H]` for asymmetric."""
         heads = self.geometry.num_attention_heads
         if self.sides == "asymmetric":
             earlier = alibi_slopes(heads)

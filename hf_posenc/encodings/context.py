@@ -319,7 +319,7 @@ def context_for(module: nn.Module, given: PositionContext | None = None) -> Posi
 
 
 def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The positions `[1 or B, L]` of new tokens without explicit ids, and the index `[1 or B, 1]` of position 0.
+    """The positions `[1 or B, L]` of new tokens without explicit IDs, and the index `[1 or B, 1]` of position 0.
 
     Position 0 is the first visible token of a 2-D attention mask `[B, K]`, and the last visible token has the last position.
     Padding on either side therefore changes nothing. Without a mask, or with a 4-D mask, positions count from the start.

@@ -53,7 +53,7 @@ class _Comparable(pickle.Pickler):
 
 
 def comparable(value: Any) -> bytes | None:
-    """Bytes that are equal for equal values; None if the value can't be compared."""
+    """Bytes that are equal for equal values. None if the value can't be compared."""
     file = io.BytesIO()
     try:
         _Comparable(file).dump(value)

@@ -65,7 +65,7 @@ class FIRE(PositionEncoding, type="fire"):
         keys = key.shape[2]
         if self.is_trained() or self.per_layer:
             return self._bias(query.shape[2], keys, context)
-        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes aren't distinguished
         return context.cached(known, lambda: self._bias(query.shape[2], keys, context))
 
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:

@@ -19,12 +19,12 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     (Gehring et al., 2017; Devlin et al., 2019).
 
     Options:
-        init: "normal" (see std), "sinusoidal", or "host": the model's original position embeddings. Positions beyond those, and
-            all positions of a model without pretrained weights, start as "normal".
+        init: "normal" (see std), "sinusoidal", or `"host"`, the model's original position embeddings. Positions beyond those,
+            and all positions of a model without pretrained weights, start as "normal".
         std: standard deviation of "normal" (0.02 as in BERT; 1.0 is `torch.randn`).
         storage: "float32": trained, in the model's dtype. The other two are frozen, and can't be trained:
             "int8": PE(p) = step[p] · values[p], with values in -127 … 127 and a float32 step per position, D + 4 bytes each.
-            It needs `init` "host" or "sinusoidal". The rounding error of a value is at most half a step.
+            It needs `init` `"host"` or "sinusoidal". The rounding error of a value is at most half a step.
             "memory-mapped": the position embeddings stay in a file and take memory only while they are read, so that gigabytes
             open immediately. The model doesn't move, cast, or count them. They stay on the CPU, and the vectors that are read
             move to the device of the positions. A saved model reads them from its own safetensors file.

@@ -28,7 +28,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """The score of a method at one length. difference: over the same queries, as the function that returns the row says."""
+    """The score of a method at one length.
+
+    difference: a difference of two methods over the same queries. The function that returns the row defines the two.
+    """
 
     score: Score
     difference: Difference | None
@@ -36,7 +39,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: length -> method -> row. Only rows of the original model have a difference. verdict: one sentence."""
+    """The result of `compare`.
+
+    rows: length -> method -> row. Only rows of the original model have a difference.
+    verdict: a summary in one sentence.
+    """
 
     rows: dict[int, dict[str, Row]]
     verdict: str
@@ -45,7 +52,7 @@ class Comparison:
 def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
     """Queries made from the texts. A sentence is removed from each text and should retrieve this text.
 
-    embedder: that of the original model. If at least FEWEST texts have a sentence beyond its maximum length, only such
+    embedder: the original model's embedder. If at least FEWEST texts have a sentence beyond its maximum length, only such
     sentences are used.
 
     Returns the pairs and their description. Raises ValueError if fewer than FEWEST texts have a usable sentence.

@@ -21,7 +21,7 @@ FACT = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 DIGITS = 5
 BATCH_TOKENS = 2048
-"""Maximum tokens in a batch of prompts. A longer prompt is a batch of its own."""
+"""Maximum number of tokens in a batch of prompts. A longer prompt is a separate batch."""
 
 
 @dataclass(frozen=True)

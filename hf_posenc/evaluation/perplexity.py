@@ -1,6 +1,6 @@
 """Perplexity of language models at several lengths, with sliding windows.
 
-At every length, all tokens of a document but the first are scored once. Each has at least half a window of context, or all the
+At every length, each token of a document except the first is scored once. It has at least half a window of context, or all the
 text before it. If a model's maximum length is lower, its windows have that length.
 
 Shapes: W windows, L tokens in a window, T tokens of a document, V vocabulary.
@@ -22,14 +22,14 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
-"""Maximum tokens in a batch of windows, because logits are as wide as the vocabulary. A longer window is a batch of its own."""
+"""Maximum number of tokens in a batch of windows. Logits are as wide as the vocabulary. A longer window is a separate batch."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """Perplexity with its 95% interval over documents (Student's t).
 
-    ratio: to the baseline's perplexity on the same documents.
+    ratio: perplexity divided by the baseline's on the same documents.
     window: size of the windows in tokens.
     documents: number of documents.
     """

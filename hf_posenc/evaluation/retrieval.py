@@ -23,20 +23,20 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 16 * 512
-"""Maximum tokens in a batch, including padding. A longer text is a batch of its own."""
+"""Maximum number of tokens in a batch, including padding. A longer text is a separate batch."""
 
 Pool = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """Hidden states `[B, L, D]` and the model's inputs -> embeddings `[B, E]`."""
 
 
 def mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over all tokens but padding."""
+    """The mean over all tokens except padding."""
     mask = batch["attention_mask"].to(hidden.dtype)
     return (hidden * (mask / mask.sum(1, keepdim=True))[..., None]).sum(1)
 
 
 def pooling(sentences: Any, device: torch.device | None = None) -> Pool:
-    """All modules of a SentenceTransformer but the first, moved to the device, as one function. For None, `mean`."""
+    """All modules of a SentenceTransformer except the first, moved to the device, as one function. For None, `mean`."""
     if sentences is None:
         return mean
     modules = [module if device is None else module.to(device) for module in list(sentences)[1:]]

@@ -38,13 +38,14 @@ class Case:
         return cut(tokenizer, question.document if question else self.document, length)
 
     def question(self, length: int) -> Question | None:
-        """The question for a length. Lengths up to BOUNDARY have that of the longest length, about text that no method sees."""
+        """The question for a length. For lengths up to BOUNDARY, it is that of the longest length, and its sentence is in text
+        that no method sees."""
         return self.deep.get(length) or (self.deep[max(self.deep)] if self.deep else None)
 
 
 @dataclass
 class Found:
-    """Results: ranks by task, length, and method, and those of the heat map by method, length, and depth."""
+    """Results: ranks by task, length, and method, and ranks for the heat map by method, length, and depth."""
 
     ranks: dict[str, dict[int, dict[str, Ranks]]] = field(default_factory=dict)
     cells: dict[str, dict[int, list[tuple[float, Ranks]]]] = field(default_factory=dict)

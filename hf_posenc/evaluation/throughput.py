@@ -1,6 +1,6 @@
-"""Compares the speed of models by length. They take turns, so that other load on the machine affects all models alike.
+"""Compares the speed of models by length. The models take turns, so that other load affects all of them equally.
 
-Shapes: B texts of a batch, L tokens.
+Shapes: B texts in a batch, L tokens.
 """
 
 import statistics
@@ -26,9 +26,9 @@ class Speed:
 
     milliseconds: median time of a forward pass over all rounds.
     tokens_per_second: from the median time, with B · L tokens in a pass.
-    ratio: median over rounds of the throughput relative to the first model's in the same round. None for the first model, and
+    ratio: median over rounds of the throughput, relative to the first model in the same round. None for the first model, and
         if the first model doesn't support the length.
-    quartiles: of the ratios.
+    quartiles: first and third quartile of the ratios.
     """
 
     milliseconds: float
@@ -43,9 +43,9 @@ def speeds(
 ) -> dict[int, dict[str, Speed]]:
     """Length -> name -> speed, for the models that support the length, on their devices.
 
-    A forward pass has random input_ids `[B, L]`, no padding, and no cache. Of an encoder-decoder, only the encoder is measured.
+    A forward pass has random input_ids `[B, L]`, no padding, and no cache. In an encoder-decoder, only the encoder is measured.
 
-    Raises ValueError for a model that doesn't take token IDs, and for a length that no model supports.
+    Raises ValueError for a model that doesn't read token IDs, and for a length that no model supports.
     """
     found: dict[int, dict[str, Speed]] = {}
     reading = {name: _reader(name, model) for name, model in models.items()}

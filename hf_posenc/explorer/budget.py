@@ -38,7 +38,7 @@ class Budget:
     seconds: float
 
     def check(self, what: str, needed: float, remedy: str) -> None:
-        """Raises Refused if `what` needs more bytes than the budget allows."""
+        """Raises `Refused` if `what` needs more bytes than the budget allows."""
         if needed > self.memory:
             raise Refused(f"{what} needs about {_gib(needed)} of memory. A request can use up to {_gib(self.memory)}. {remedy}")
 
@@ -81,7 +81,7 @@ class Limits:
 
 
 def checked_texts(written: str) -> list[str]:
-    """The nonempty lines. Raises Refused if there are too many, or if they are too long."""
+    """The nonempty lines. Raises `Refused` if there are too many, or if they are too long."""
     if len(written) > MAX_CHARACTERS:
         raise Refused(
             f"The texts have {len(written):,} characters. Up to {MAX_CHARACTERS:,} are allowed. Enter shorter or fewer texts."
@@ -93,7 +93,7 @@ def checked_texts(written: str) -> list[str]:
 
 
 def checked_field(what: str, written: object) -> str:
-    """The text of a one-line field, without whitespace around it. Raises Refused for a long text and for other types."""
+    """The text of a one-line field, without whitespace around it. Raises `Refused` for a long text and for other types."""
     if not isinstance(written, str | None):
         raise Refused(f"{what} must be text, not {type(written).__name__}. Enter its name.")
     text = (written or "").strip()

@@ -85,5 +85,5 @@ def sizes_of(length: int, hidden_size: int, num_attention_heads: int, causal: st
 
 
 def changes(fields: list[Any]) -> list[Any]:
-    """The change events of these fields. That of a slider is its release."""
+    """The change events of these fields. For a slider, this is its release event."""
     return [field.release if isinstance(field, gr.Slider) else field.change for field in fields]

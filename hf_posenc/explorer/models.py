@@ -117,7 +117,7 @@ def _fetched(name: str, budget: Budget) -> str:
 
     The total size is checked first. Afterwards the process is offline, so that no file can refer to other repositories.
 
-    Raises ValueError for anything but the ID of a public model.
+    Raises ValueError for anything except the ID of a public model.
     """
     try:
         validate_repo_id(name)
@@ -195,7 +195,7 @@ def load(name: str) -> MeasuredModel:
 def with_encoding(subject: MeasuredModel, encoding: Encoding) -> MeasuredModel:
     """A copy of the model with another encoding, patched only, without training.
 
-    Raises ValueError for a model that doesn't support it, such as a patched one without its original positions.
+    Raises ValueError for a model that doesn't support it, such as a patched model without its original positions.
     """
     model = subject.model
     stock = unpatch(model) if isinstance(model, PosEncModelMixin) else model

@@ -35,11 +35,11 @@ def serve(
 ) -> gr.Blocks:
     """Serve the page until the process is stopped.
 
-    The page downloads nothing but models that a visitor names by Hub ID. Requests run in separate processes, so a script must
+    The page downloads only models that a visitor names by Hub ID. Requests run in separate processes, so a script must
     call this function under `if __name__ == "__main__":`.
 
     Args:
-        host: an address of this machine. Default: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1.
+        `host`: an address of this machine. Default: GRADIO_SERVER_NAME, which a Space sets, or 127.0.0.1.
         port: default: 7860 or the next free port. 0 for any free port.
         browser: whether to open a browser.
         max_parameters: the maximum number of values in a model's parameters and buffers.
@@ -95,7 +95,7 @@ def _limits(max_parameters: int, max_memory: float | None, max_seconds: float | 
 
 
 def _is_public(host: str | None) -> bool:
-    """Whether other machines can reach the page, which is the case in a Space and at any but a loopback address."""
+    """Whether other machines can reach the page. They can in a Space, and at any address that isn't a loopback address."""
     host = host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
     try:
         local = ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -37,7 +37,7 @@ def results(
         left: returns whether the visitor has left.
 
     Raises:
-        Refused: the function raised an error, or the budget is spent. The message is for the visitor.
+        `Refused`: the function raised an error, or the budget is spent. The message is for the visitor.
     """
     receiver, sender = _context().Pipe(duplex=False)
     scratch = tempfile.TemporaryDirectory(prefix="hf-posenc-", ignore_cleanup_errors=True)

@@ -1,1 +1,1 @@
-"""What must hold for every pair of a host and an encoding."""
+"""Properties that must hold for every pair of an architecture and an encoding."""

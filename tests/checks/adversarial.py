@@ -1,5 +1,5 @@
-"""What has broken some encoding before: gaps between tokens, masks in every form, threads, errors within a forward pass,
-modules that are replaced, modes of `generate`. Right is what one forward pass over whole texts without padding gives.
+"""Checks of what has broken an encoding before: gaps between tokens, mask formats, threads, errors within a forward pass,
+replaced modules, and modes of `generate`. The reference is one forward pass over whole texts without padding.
 
 Shapes: B batch, L tokens, Q queries, K keys, V vocabulary or hidden_size.
 """
@@ -24,32 +24,32 @@ from closeness import assert_close, assert_equal
 from models import ALL_WAYS, backends, patched, tokens
 
 COUNTING = ("cope", "fox")
-"""Encodings that count the tokens which lie between two: ids without tokens between them say nothing to them."""
+"""Encodings that count the tokens between two tokens. Position IDs without tokens between them don't affect these encodings."""
 BY_LENGTH = ("fire", "logn", "normalized")
-"""Encodings that depend on the length of a text, which a 4-D mask and position ids don't tell."""
+"""Encodings that depend on the length of a text, which 4-D masks and position IDs don't specify."""
 
 
-# Gaps: padding between real tokens, tokens that are hidden, and ids that jump.
+# Gaps: padding between real tokens, masked tokens, and non-consecutive position IDs.
 
 
 @check("decoder", where=without_windows)
 @torch.no_grad()
 def hidden_tokens_are_not_there(it):
-    """Also between others. (An encoder counts them there.)"""
+    """Masked tokens have no effect, also between other tokens. (An encoder counts them there.)"""
     ids, mask = tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
     mask[0, 4:7] = 0
     real = mask.bool()
     assert_close(it.plain(it.model, ids, mask)[real], it.plain(it.model, ids[real][None])[0])
 
 
-def takes_ids_for_places(it):  # LayoutLM takes no 4-D masks
+def takes_ids_for_places(it):  # LayoutLM doesn't support 4-D masks
     return without_windows(it) and it.name != "layoutlm" and not named(it.encoding, COUNTING + BY_LENGTH)
 
 
 @check("encoder", "decoder", where=takes_ids_for_places)
 @torch.no_grad()
 def jumping_ids_are_places_in_a_longer_text(it):
-    """Of which nothing else is seen."""
+    """Non-consecutive IDs give the same output as a longer text whose other tokens are masked."""
     ids, places = tokens(1, 9), torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 16])
     shown = torch.zeros(17, dtype=torch.bool).index_fill(0, places, True)
     longer, mask = torch.full((1, 17), 3).index_copy(1, places, ids), square(shown[None], it.kind)
@@ -61,7 +61,7 @@ def jumping_ids_are_places_in_a_longer_text(it):
 @check("decoder", where=without_windows)
 @torch.no_grad()
 def turns_of_a_batch_are_padded(it):
-    """So that rows have padding between real tokens, which is in the cache."""
+    """Cached padding between real tokens, from chat turns of different lengths, has no effect."""
     texts, cache, mask, at = tokens(2, 9), it.cache(it.model), torch.zeros(2, 0, dtype=torch.long), [0, 0]
     expected = it.plain(it.model, texts)
     for widths, side in (((4, 2), "right"), ((2, 4), "left"), ((1, 3), "right")):
@@ -80,8 +80,11 @@ def turns_of_a_batch_are_padded(it):
 @check("decoder", few=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
 @torch.no_grad()
 def generate_goes_on_behind_right_padding(it):
-    """`generate` takes a row's first token from its last column, which is padding, and goes on from the id of that column,
-    which is 0: the new tokens of such a row are at 1, 2, …"""
+    """With right padding, new tokens are at positions 1, 2, ….
+
+    `generate` takes a row's first new token from the last column, which is padding. It continues from that column's position
+    ID, which is 0.
+    """
     prompt, lengths, new = tokens(2, 8), (8, 5), 4
     mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
     made, logits = generate(it, it.twin(), prompt, mask, max_new_tokens=new)
@@ -93,21 +96,21 @@ def generate_goes_on_behind_right_padding(it):
         assert_close(logits[row, 1:], right[1:])
 
 
-# Masks. A text with padding on its right gives what it gives alone.
+# Masks. Right padding doesn't change the output.
 
 
 LOWEST = torch.finfo(torch.float32).min
 
 
 def square(shown, kind):
-    """`[B, K] -> [B, 1, K, K]`: what each token sees, itself always."""
+    """`[B, K] -> [B, 1, K, K]`: the tokens that each token attends to, which always include itself."""
     length = shown.shape[1]
     seen = shown.bool()[:, None, None, :].expand(-1, 1, length, length)
     return (seen.tril() if kind == "decoder" else seen) | torch.eye(length, dtype=torch.bool)
 
 
 def added(shown, kind, lowest=LOWEST):
-    """0 for what each token sees, the lowest value for the others."""
+    """An additive mask: 0 for the tokens that each token attends to, the lowest value for the others."""
     seen = square(shown, kind)
     return torch.zeros(seen.shape).masked_fill(~seen, lowest)
 
@@ -115,7 +118,7 @@ def added(shown, kind, lowest=LOWEST):
 @check("encoder", "decoder")
 @torch.no_grad()
 def masks_in_every_form(it):
-    """Those that the stock models take; other ones are refused by `tests/test_backends.py`."""
+    """All mask formats that the original models support. `tests/test_backends.py` checks the errors for other formats."""
     ids, mask = tokens(2, 9), torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     forms = [mask.bool(), mask.float(), mask.to(torch.uint8)]
     if not it.host.windowed and it.name != "layoutlm" and not named(it.encoding, BY_LENGTH):
@@ -129,13 +132,13 @@ def masks_in_every_form(it):
             assert_close(it.plain(it.model, ids, form)[row, :length], alone)
 
 
-# One model called by many, from within its forward pass, and after one that failed.
+# One model called by several threads, from within its forward pass, and after a failed forward pass.
 
 
 @check("encoder", "decoder", few=True, slow=True)
 @torch.no_grad()
 def many_threads_at_once(it):
-    """Texts of several lengths, padded batches, and decoding with a cache."""
+    """Threads run texts of several lengths, padded batches, and cached decoding."""
     lengths, model = (3, 17, 5, 11, 8, 14), it.model
     texts = [tokens(1, length, seed=length) for length in lengths]
     expected = [it.plain(model, text)[0] for text in texts]
@@ -154,7 +157,7 @@ def many_threads_at_once(it):
 
     interval = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(1e-6)  # threads change places within forward passes
+        sys.setswitchinterval(1e-6)  # switch threads within forward passes
         with ThreadPoolExecutor(8) as pool:
             for rows, found in pool.map(run, range(24)):
                 assert_close(found, [expected[row] for row in rows])
@@ -163,7 +166,7 @@ def many_threads_at_once(it):
 
 
 def batch(texts, side):
-    """Ids and mask `[B, L]` of texts of several lengths."""
+    """IDs and mask `[B, L]` of texts of several lengths."""
     width = max(map(len, texts))
     ids, mask = torch.full((len(texts), width), 3), torch.zeros(len(texts), width, dtype=torch.long)
     for row, text in enumerate(texts):
@@ -175,7 +178,7 @@ def batch(texts, side):
 @check(few=True)
 @torch.no_grad()
 def forward_passes_within_one_another(it):
-    """Behind one that failed in its last layer, a model is called in its own forward pass, and another one with it."""
+    """After a failure in its last layer, a model is called within its own forward pass, together with another model."""
     text = it.kind in TEXT
     given = [it.inputs(tokens(1, length, seed=length)) for length in (9, 5)] if text else [it.inputs(), it.inputs()]
     outer, inner = [it.model(**each)[0] for each in given]
@@ -202,7 +205,7 @@ def forward_passes_within_one_another(it):
     assert_equal(found[1], inner)
 
 
-# Models that are made again, and modules that are replaced.
+# Models that are created again, and modules that are replaced.
 
 
 def seeded(model):
@@ -212,15 +215,18 @@ def seeded(model):
 
 @functools.cache
 def without_positions(name):
-    """The weights of the host itself."""
+    """The weights of the model without positions."""
     return dict(seeded(Subject(name, "none").without).named_parameters())
 
 
 @check()
 @torch.no_grad()
 def a_model_of_its_config(it):
-    """With a seed it has the weights of a host without positions; with a state dict it is what it was, also if it was made on
-    the meta device."""
+    """A model created from the config.
+
+    With the same seed, it has the weights of a model without positions. With the state dict, it gives the same output, also if
+    it was created on the meta device.
+    """
     made, host = seeded(it.model), without_positions(it.name)
     ours = dict(made.named_parameters())
     assert_equal({name: ours[name] for name in host}, host)
@@ -241,7 +247,7 @@ def a_model_of_its_config(it):
 @check(*TEXT, few=True, slow=True)
 @torch.no_grad()
 def embeddings_are_replaced(it):
-    """By twins, by more of them, and by those of another data type and back."""
+    """Embeddings are replaced by copies, resized, and converted to another dtype and back."""
     expected, model = it.plain(it.model), it.twin()
     model.resize_token_embeddings(70, mean_resizing=False)
     assert_close(it.plain(model)[..., : expected.shape[-1]], expected)
@@ -256,7 +262,7 @@ def embeddings_are_replaced(it):
 
 @contextlib.contextmanager
 def own_implementation(name):
-    """Transformers' SDPA under a name that nothing has been told of."""
+    """Transformers' SDPA registered under an unknown name."""
     with (
         unittest.mock.patch.dict(AttentionInterface._global_mapping, {name: sdpa_attention_forward}),
         unittest.mock.patch.dict(AttentionMaskInterface._global_mapping, {name: sdpa_mask}),
@@ -267,7 +273,7 @@ def own_implementation(name):
 @check("encoder", "decoder", few=True, slow=True)
 @torch.no_grad()
 def implementations_are_switched(it):
-    """By a method, by a dict, and in the config; one that takes no bias is refused where a bias would act."""
+    """Implementations are switched by a method, a dict, and the config. One without bias support raises an error for biases."""
     if len(backends(it.model)) < 2:
         pytest.skip("with one implementation")
     model, expected = it.twin(), it.plain(it.model)
@@ -292,7 +298,7 @@ def implementations_are_switched(it):
         model.config._attn_implementation = "sdpa"
 
 
-# `generate` in its other modes, and caches that are used again.
+# Other modes of `generate`, and reused caches.
 
 MODES = {
     "several answers": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
@@ -305,7 +311,7 @@ MODES = {
 @check(*WRITERS, few=True, slow=True)
 @torch.no_grad()
 def generate_behind_padding_in_other_modes(it):
-    """Each token was chosen from the logits of one forward pass over the row's text, whose source isn't padded."""
+    """The logits of each token equal those of one forward pass over the row's text, without padding in its source."""
     two = it.kind == "encoder-decoder"
     for mode, settings in MODES.items():
         settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings
@@ -315,8 +321,8 @@ def generate_behind_padding_in_other_modes(it):
         model, prompt = it.twin(), tokens(1 if "lookup" in mode else 2, 8)
         mask = torch.ones_like(prompt)
         mask[0, :3] = 0
-        if two:  # else `generate` would put this token before the others
-            settings["encoder_no_repeat_ngram_size"] = 0  # Blenderbot's, for which it needs ids
+        if two:  # otherwise `generate` would prepend this token
+            settings["encoder_no_repeat_ngram_size"] = 0  # Blenderbot's setting, which requires input IDs
             prompt[:, 0] = model.config.decoder_start_token_id
         prefix = "decoder_" if two else ""
         given = {f"{prefix}input_ids": prompt, f"{prefix}attention_mask": mask}
@@ -348,7 +354,7 @@ def a_static_cache_is_used_again(it):
         cache.reset()
 
 
-# Graphs that were traced at one length and run at others, and images of other sizes.
+# Graphs traced at one length and run at others, and images of other sizes.
 
 
 def of_few(it):
@@ -358,7 +364,7 @@ def of_few(it):
 @check("encoder", "decoder", few=True, slow=True, where=of_few)
 @torch.no_grad()
 def a_graph_of_one_length_runs_at_others(it):
-    """On both sides of the 256 keys from which on an untraced CPU takes other kernels, padded, and with a cache."""
+    """Lengths are below and above 256 keys, padded and cached. From 256 keys, an untraced run on a CPU uses other kernels."""
     model, other = (patched(it.name, it.encoding, it.host.head, max_length=512) for _ in range(2))
     other.set_attn_implementation("eager")
     torch._dynamo.reset()
@@ -373,13 +379,13 @@ def a_graph_of_one_length_runs_at_others(it):
 
 
 SIZES = ((48, 32), (16, 64), (16, 16), (136, 136), (8, 40))
-"""Taller, wider and smaller images than a model was made for, of 289 patches, and of one row."""
+"""Images that are taller, wider, and smaller than the model's size, with 289 patches, and with one row of patches."""
 
 
-@check("vision", where=lambda it: it.name != "sam3")  # the stock model takes images of one size
+@check("vision", where=lambda it: it.name != "sam3")  # the original model supports only one image size
 @torch.no_grad()
 def images_of_other_sizes(it):
-    """As in a model that was made for that size, and by each implementation."""
+    """The output is that of a model created for that size, with each implementation."""
     model, eager = it.twin(), it.twin()
     eager.set_attn_implementation("eager")
     for height, width in SIZES:

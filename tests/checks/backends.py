@@ -1,4 +1,4 @@
-"""Implementations of attention, data types, compilation, devices."""
+"""Attention implementations, data types, compilation, and devices."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from oracles import padded
 
 
 def given(it):
-    """Arguments with padding on the left of the second row, if a model takes a mask, and which outputs count."""
+    """Arguments with left padding in the second row, if the model supports masks, and a selection of non-padding outputs."""
     if it.kind not in TEXT:
         return it.inputs(), slice(None)
     ids, mask = padded(tokens(2), (11, 7), "left")
@@ -65,7 +65,7 @@ def exports(it):
 @pytest.mark.gpu
 @torch.no_grad()
 def a_gpu_gives_the_same(it):
-    """A model patched on the GPU gives what it gives on the CPU."""
+    """A model patched on a GPU gives the same output as on a CPU."""
     arguments, real = given(it)
     model = it.twin()
     new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), it.spec, max_length=it.max_length)

@@ -1,4 +1,4 @@
-"""What patch keeps of a model, what unpatch gives back, and copies."""
+"""What `patch` keeps of a model, what `unpatch` restores, and copies."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ from models import randomize, tokens
 
 @check(few=True)
 def a_dropped_model_is_freed(it):
-    """Nothing outside of it refers to it, such as a registry of Transformers."""
+    """No reference to a model remains elsewhere, such as in a registry of Transformers."""
     model = weakref.ref(it.fresh())
     gc.collect()
     assert model() is None
@@ -56,7 +56,7 @@ def patch_keeps_the_host(it):
     if it.kind in WRITERS:
         assert new.generation_config.to_dict() == model.generation_config.to_dict()
         assert new.generation_config is not model.generation_config
-    with torch.no_grad():  # the stock model still works as it did, also after its hooks were made
+    with torch.no_grad():  # the original model still works as before, also with its hooks
         assert_equal(it.plain(model.eval(), output_hidden_states=True), it.plain(it.fresh_stock()))
 
 
@@ -67,7 +67,7 @@ def unpatch_gives_the_host_back(it):
         expected = it.plain(model, output_hidden_states=True)
         new = hf_posenc.patch(model, it.spec, max_length=it.max_length or (30 if it.kind in TEXT else None))
         changed = it.plain(new, output_hidden_states=True)
-        if it.host.tables or it.encoding not in ("rope", "self_extend"):  # a rotation may be the host's own
+        if it.host.tables or it.encoding not in ("rope", "self_extend"):  # the rotation may be the model's original one
             assert_apart(changed, expected, by=1e-5)
         again = hf_posenc.unpatch(new)
         assert type(again) is type(model) and again.config.to_dict() == model.config.to_dict()
@@ -81,7 +81,7 @@ def unpatch_gives_the_host_back(it):
 @torch.no_grad()
 def copies_are_independent(it):
     expected, buffer, twins = it.plain(it.model), io.BytesIO(), [it.twin()]
-    if not any(is_parametrized(module) for module in it.model.modules()):  # which torch can't pickle
+    if not any(is_parametrized(module) for module in it.model.modules()):  # torch can't pickle parametrized modules
         torch.save(it.model, buffer)
         buffer.seek(0)
         twins += [pickle.loads(pickle.dumps(it.model)), torch.load(buffer, weights_only=False)]
@@ -97,7 +97,7 @@ def copies_are_independent(it):
 
 @check()
 def outputs_have_the_hosts_shapes(it):
-    """Hidden states, and weights of attention whose rows sum up to 1."""
+    """Hidden states have the original shapes, and so have attention weights, whose rows sum to 1."""
     both = it.twin(), copy.deepcopy(it.stock)
     for model in both:
         model.set_attn_implementation("eager")
@@ -113,7 +113,7 @@ def outputs_have_the_hosts_shapes(it):
 
 @check("encoder", "decoder", few=True)
 def two_threads_at_once(it):
-    """Two forward passes with different inputs, each of which waits in its first layer until the other is there."""
+    """Two forward passes with different inputs each wait in every layer until the other one arrives there."""
     model = it.twin()
     given = [it.inputs(tokens(1, 11, seed=1)), it.inputs(tokens(2, 7, seed=2), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]))]
     with torch.no_grad():
@@ -143,7 +143,7 @@ def two_threads_at_once(it):
 
 
 def layers(model):
-    """The layers of a stack: modules in a list whose inputs can be recomputed."""
+    """The layers of a model: those that support gradient checkpointing, or otherwise the longest module list."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return found or list(max(lists, key=len))

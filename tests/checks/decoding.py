@@ -1,4 +1,4 @@
-"""Cached decoding and generation, each compared with one forward pass without a cache."""
+"""Cached decoding and generation, compared with one forward pass without a cache."""
 
 import copy
 
@@ -10,7 +10,7 @@ from closeness import assert_close, assert_equal
 from models import tokens
 
 NEW = 5
-"""How many tokens are generated."""
+"""Number of generated tokens."""
 
 
 def caches(it):
@@ -21,7 +21,7 @@ def caches(it):
 @check(*WRITERS)
 @torch.no_grad()
 def cached_decoding_is_one_pass(it):
-    """In chunks longer and shorter than a sliding window and token by token, with padding on the left and without."""
+    """Decoding in chunks longer and shorter than a sliding window and token by token, with and without left padding."""
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     left = mask.clone()
     left[0, :4] = 0
@@ -34,7 +34,7 @@ def cached_decoding_is_one_pass(it):
 @check("decoder", where=without_windows)
 @torch.no_grad()
 def decoding_follows_right_padding(it):
-    """What follows a right-padded prompt is as far from it as without the padding."""
+    """Tokens after a right-padded prompt have the same distances as without the padding."""
     prompt, new, lengths = tokens(3, 7), tokens(3, 4, seed=1), (4, 7, 1)
     mask = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
     whole, ids = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], dim=1).long(), torch.cat([prompt, new], dim=1)
@@ -48,7 +48,7 @@ def decoding_follows_right_padding(it):
 @check("decoder", where=without_windows)
 @torch.no_grad()
 def decoding_follows_position_ids(it):
-    """Cached keys stay where they were, with ids given for what follows, and without."""
+    """Cached keys keep their positions, with and without explicit `position_ids` for the following tokens."""
     ids, jumping = tokens(2, 9), torch.tensor([[0, 1, 2, 9, 10], [3, 4, 2, 1, 0]])
     for following in ([[11, 12, 13, 20]], [[14, 2, 3, 4], [0, 1, 2, 17]], None):
         positions = torch.cat([jumping, torch.tensor(following or [[5, 6, 7, 8]]).expand(2, -1)], dim=1)
@@ -62,8 +62,8 @@ def decoding_follows_position_ids(it):
 
 
 def generate(it, model, ids, mask, **settings):
-    """The new tokens, and the logits from which they were chosen."""
-    if it.kind == "encoder-decoder":  # else Transformers puts this token before the prompt
+    """The new tokens, and the logits that they were chosen from."""
+    if it.kind == "encoder-decoder":  # otherwise Transformers prepends this token to the prompt
         ids[:, 0] = model.generation_config.decoder_start_token_id
     prefix = "decoder_" if it.kind == "encoder-decoder" else ""
     given = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
@@ -77,8 +77,10 @@ def generate(it, model, ids, mask, **settings):
 @check(*WRITERS)
 @torch.no_grad()
 def generate_is_repeated_forward_passes(it):
-    """Greedily, with three kinds of cache: each row of a left-padded batch goes on as it does alone, and each token was chosen
-    from the logits of a forward pass over the text before it."""
+    """Greedy decoding gives the same tokens with a dynamic cache, with a static cache, and without a cache.
+
+    The logits of each token in a left-padded batch equal those of a forward pass over the row without padding.
+    """
     model, prompt, mask = it.twin(), tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
     mask[0, :3] = 0
     dynamic = generate(it, model, prompt, mask)

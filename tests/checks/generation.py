@@ -1,4 +1,4 @@
-"""Other ways to generate, of Transformers: tokens were chosen from the logits that forward passes give."""
+"""Other generation modes of Transformers: the logits of each token equal those of forward passes."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ from hf_posenc._compat import takes_argument
 from models import VOCABULARY, patched, tokens
 
 TEXTS = (5, 7)
-"""Tokens of texts in one row."""
+"""Lengths of texts packed in one row."""
 
 
 def check_choices(it, ids, logits):
-    """Logits of the last tokens, of which each row holds NEW, are those of a forward pass over the text before them."""
+    """Check that the logits of the last NEW tokens per row equal those of a forward pass over the text before them."""
     assert_close(it.plain(it.model, ids[:, :-1])[:, -NEW:], logits)
 
 
@@ -40,7 +40,7 @@ PAGED = takes_argument(ContinuousBatchingConfig, "page_size")
 @check(*WRITERS, few=True)
 @torch.no_grad()
 def sampling_and_lookup_choose_from_forward_passes(it):
-    """Several answers to a prompt, tokens guessed from the prompt, and tokens guessed by another model."""
+    """Several answers to a prompt, prompt lookup decoding, and assisted decoding with another model."""
     torch.manual_seed(4)
     model, rows = it.twin(), tokens(1, 6).repeat(2, 1)
     new, logits = generate(it, model, rows, torch.ones_like(rows), do_sample=True, top_k=20)
@@ -65,9 +65,9 @@ def a_prompt_is_read_in_chunks(it):
 @check(*WRITERS, few=True, where=lambda it: hasattr(cache_utils, "Fp8QuantizedLayer") and without_windows(it))
 @torch.no_grad()
 def a_quantized_cache_only_rounds(it):
-    """By a cache that Transformers 5.21 has."""
+    """With a cache of Transformers 5.21, a quantized cache differs only by rounding."""
     ids = tokens(2, 12)
-    with pytest.MonkeyPatch.context() as patch:  # the rounding would hide faults
+    with pytest.MonkeyPatch.context() as patch:  # FP8 rounding would hide faults
         patch.setattr(cache_utils.Fp8QuantizedLayer, "fp8_dtype", torch.float16)
         patch.setattr(cache_utils.Fp8QuantizedLayer, "fp8_max", 1.0)
         cache = it.cache(it.model, lambda config: QuantizedCache("fp8", config=config))
@@ -77,13 +77,13 @@ def a_quantized_cache_only_rounds(it):
 @check("decoder", few=True)
 @torch.no_grad()
 def packed_texts_of_a_collator(it):
-    """What DataCollatorWithFlattening gives; the ends of texts without position_ids are refused."""
+    """Inputs of DataCollatorWithFlattening. Sequence boundaries without `position_ids` raise an error."""
     ids = tokens(1, sum(TEXTS))
     rows = DataCollatorWithFlattening(return_flash_attn_kwargs=True, separator_id=-100)(
         [{"input_ids": text[0].tolist()} for text in ids.split(TEXTS, dim=1)]
     )
     rows.pop("labels")
-    if it.name != "gpt-oss":  # the stock model's texts see one another, too
+    if it.name != "gpt-oss":  # packed texts also attend to one another in the original model
         expected = torch.cat([it.plain(it.model, text) for text in ids.split(TEXTS, dim=1)], dim=1)
         assert_close(it.model(**rows, use_cache=False).logits, expected)
     rows.pop("position_ids")
@@ -94,7 +94,7 @@ def packed_texts_of_a_collator(it):
 @check("decoder", few=True, where=lambda it: it.name in ("llama", "qwen3", "gpt2") and PAGED)
 @torch.no_grad()
 def continuous_batching_gives_what_generate_does(it):
-    """Encodings that bias scores or widen keys are refused."""
+    """Encodings that bias scores or widen keys raise an error."""
     prompts, model = tokens(3, 6), it.twin()
     more = dict(
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),

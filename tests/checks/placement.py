@@ -1,4 +1,4 @@
-"""Weights that Accelerate keeps elsewhere and brings when a module is called, and modules that were replaced."""
+"""Weights that Accelerate offloads and loads when a module is called, and replaced modules."""
 
 import tempfile
 
@@ -10,7 +10,7 @@ from checks.registry import check
 from closeness import assert_close, assert_equal
 
 
-@check(where=lambda it: it.name != "llama4")  # whose stock model fails, too
+@check(where=lambda it: it.name != "llama4")  # its original model also fails
 @torch.no_grad()
 def offloaded_weights_change_nothing(it):
     expected = it.plain(it.model)
@@ -40,7 +40,7 @@ class EightBit(nn.Linear):
 @check(few=True)
 @torch.no_grad()
 def linear_layers_are_quantised_after_patch(it):
-    """Stored in 8 bits they give what plain linear layers with the rounded weights do."""
+    """Linear layers in 8 bits give the same output as plain ones with the rounded weights."""
     eight, rounded = it.twin(), it.twin()
     tied = eight.get_output_embeddings()
     for path, module in list(eight.named_modules()):

@@ -1,4 +1,4 @@
-"""Order, padding, position_ids, and how many tokens a model takes."""
+"""Order, padding, `position_ids`, and maximum lengths."""
 
 import functools
 
@@ -16,8 +16,11 @@ PLACES = torch.randperm(11, generator=torch.Generator().manual_seed(3))
 @check(*TEXT)
 @torch.no_grad()
 def order_is_visible(it):
-    """To all tokens of an encoder, and to the last one of a decoder of one layer, which sees all others at once. Those in
-    UNORDERED leave an encoder permutation-equivariant."""
+    """Shuffling the other tokens changes outputs, except with the encodings in UNORDERED.
+
+    All tokens are compared in an encoder. In a decoder with one layer, only the last token is compared, because it attends to
+    all others.
+    """
     ids = tokens(1)
     compare = assert_close if it.encoding in UNORDERED else functools.partial(assert_apart, by=2e-5)
     if it.kind == "encoder":
@@ -30,7 +33,7 @@ def order_is_visible(it):
         read, places = model.get_encoder(), PLACES[PLACES < 7]
         states = read(source(1))
         compare(read(source(1)[:, places])[0], states[0][:, places])
-        # Neither stack's encoding acts between them.
+        # Neither stack's encoding affects cross-attention.
         moved = type(states)(**{**states, "last_hidden_state": states[0][:, places]})
         given = [{"encoder_outputs": each, "input_ids": None} for each in (states, moved)]
         assert_close(*(it.plain(model, ids, **each) for each in given))
@@ -73,7 +76,7 @@ def padding_changes_nothing(it):
 @check("encoder", "decoder")
 @torch.no_grad()
 def position_ids_are_positions(it):
-    """Consecutive ids change nothing; with ids that jump, a batch gives what its rows do."""
+    """Consecutive IDs change nothing. With non-consecutive IDs, a batch gives the same output as its rows separately."""
     ids, arange = tokens(), ids_of(it.host)[:1]
     expected = it.plain(it.model, ids)
     assert_equal(it.plain(it.model, ids, position_ids=arange), expected)
@@ -83,20 +86,22 @@ def position_ids_are_positions(it):
         mask = torch.ones(1, 11, dtype=torch.long)
         alone = it.plain(it.model, ids[row : row + 1], mask, position_ids=jumps[row : row + 1])
         assert_close(whole[row : row + 1], alone)
-    if it.kind == "encoder":  # which sees tokens with their ids, in whatever order they are given
+    if it.kind == "encoder":  # its output depends on the IDs, not on the order of the inputs
         moved = it.plain(it.model, ids[:, PLACES], position_ids=arange[:, PLACES].expand(2, -1))
         assert_close(moved, expected[:, PLACES])
 
 
 TEXTS = (5, 7)
-"""Tokens of the texts in a packed row."""
+"""Lengths of the texts in a packed row."""
 
 
-@check("decoder", where=lambda it: it.name != "gpt-oss")  # the stock model's texts see one another, too
+@check("decoder", where=lambda it: it.name != "gpt-oss")  # packed texts also attend to one another in the original model
 @torch.no_grad()
 def packed_texts_stay_apart(it):
-    """Ids that start from 0 again within a row mean two texts, of which neither sees the other (as in stock models, without
-    a cache)."""
+    """IDs that restart from 0 within a row separate two texts, which don't attend to each other.
+
+    The same holds for the original models without a cache.
+    """
     ids = tokens(1, sum(TEXTS))
     packed = it.plain(it.model, ids, position_ids=torch.cat([torch.arange(length) for length in TEXTS])[None])
     assert_close(packed, torch.cat([it.plain(it.model, text) for text in ids.split(TEXTS, dim=1)], dim=1))

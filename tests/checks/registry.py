@@ -1,4 +1,4 @@
-"""The checks by name, and what they are given: one patched model, and how to run it.
+"""The checks by name, and their subject: a patched model and the functions that run it.
 
 Shapes: B batch, L tokens, V vocabulary or hidden_size.
 """
@@ -20,15 +20,21 @@ from models import ALL_HOSTS, CACHE, LENGTH, Host, tokens
 TEXT = ("encoder", "decoder", "encoder-decoder")
 WRITERS = ("decoder", "encoder-decoder")
 EVERY = (*TEXT, "vision", "audio")
-"""Kinds of hosts."""
+"""Kinds of models."""
 LIMITED = ("learned", "tupe", "normalized")
-"""Encodings that need a length, which some hosts don't have."""
+"""Encodings that need a maximum length, which some models don't have."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """run: raises where the property doesn't hold. kinds: of hosts. few: too slow for the product of hosts and encodings.
-    slow: not in `make test`. where: the subjects that should have the property; None for all of these hosts."""
+    """A property of patched models.
+
+    run: raises an error if the property doesn't hold.
+    kinds: kinds of models.
+    few: whether it is too slow for all pairs of models and encodings.
+    slow: whether `make test` skips it.
+    where: selects the subjects that should have the property. None for all of these kinds.
+    """
 
     run: Callable[["Subject"], None]
     kinds: tuple[str, ...]
@@ -44,7 +50,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(*kinds, few=False, slow=False, where=None):
-    """Register a function of a Subject under its name."""
+    """Register a function of a Subject as a check under its name."""
 
     def add(run):
         assert run.__name__ not in CHECKS, run.__name__
@@ -55,18 +61,18 @@ def check(*kinds, few=False, slow=False, where=None):
 
 
 def named(encoding, names):
-    """Whether it is, or has a part that is, one of these encodings, with options or without."""
+    """Whether the encoding or one of its parts is among `names`, with or without options."""
     return any(part.partition(",")[0] in names for part in encoding.split("+"))
 
 
 def without_windows(it):
-    """A window of attention counts tokens by their columns, padding among them, in stock models, too."""
+    """Whether the model has no attention windows, which count columns including padding, also in the original models."""
     return not it.host.windowed
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A host with an encoding. Its models are shared: to be read, not changed."""
+    """A model with an encoding. Its instances are shared and must not be changed."""
 
     name: str
     encoding: str
@@ -86,12 +92,12 @@ class Subject:
 
     @property
     def spec(self) -> str | dict[str, Any]:
-        """The encoding as `patch` takes it."""
+        """The encoding as an argument of `patch`."""
         return models.spec_of(self.encoding)
 
     @property
     def model(self) -> Any:
-        """Patched, with its language model's head, in eval mode."""
+        """The patched model with its language modeling head, in eval mode."""
         return models.shared(self.name, self.encoding, self.host.head, max_length=self.max_length)
 
     @property
@@ -100,22 +106,22 @@ class Subject:
 
     @property
     def without(self) -> Any:
-        """Patched with no positions at all."""
+        """The model patched without positions."""
         return models.shared(self.name, "none", self.host.head)
 
     def twin(self) -> Any:
-        """A copy of the patched model, to be changed."""
+        """A copy of the patched model, which can be changed."""
         return copy.deepcopy(self.model)
 
     def fresh(self, max_length=None, **changes) -> Any:
-        """A patched model of a config with changes."""
+        """A new patched model with changes to its config."""
         return models.patched(self.name, self.encoding, self.host.head, max_length=max_length or self.max_length, **changes)
 
     def fresh_stock(self, **changes) -> Any:
         return models.stock(self.name, self.host.head, **changes)
 
     def inputs(self, ids=None, mask=None) -> dict[str, Any]:
-        """Of a model with an encoder, ids and mask are the decoder's."""
+        """The arguments of a forward pass. In an encoder-decoder, `ids` and `mask` are the decoder's."""
         ids = tokens() if ids is None else ids
         if self.kind == "vision":
             return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))}
@@ -131,7 +137,7 @@ class Subject:
         return given | ({} if self.kind == "encoder" else {"use_cache": False})
 
     def half_inputs(self) -> dict[str, Any]:
-        """The same for a model in half precision: images and sounds, too."""
+        """The same arguments in half precision, including images and audio."""
         inputs = self.inputs().items()
         return {name: value.bfloat16() if name.endswith(("values", "features")) else value for name, value in inputs}
 
@@ -144,12 +150,12 @@ class Subject:
         return EncoderDecoderCache(own, DynamicCache()) if self.kind == "encoder-decoder" else own
 
     def step(self, model, ids, cache, mask=None, **more) -> torch.Tensor:
-        """The logits of the tokens that follow those in a cache."""
-        use_cache = None if self.name == "switch" else True  # its encoder refuses True
+        """The logits of the tokens after those in a cache."""
+        use_cache = None if self.name == "switch" else True  # its encoder raises an error for True
         return self.plain(model, ids, mask, **{CACHE: cache}, use_cache=use_cache, **more)
 
     def in_pieces(self, model, ids, cuts, cache=None, mask=None) -> torch.Tensor:
-        """`[B, L, V]` by cached decoding, with one forward pass for the tokens between two of the cuts."""
+        """`[B, L, V]`: cached decoding, with one forward pass for the tokens between two cuts."""
         cache = self.cache(model) if cache is None else cache
         places = list(zip((0, *cuts), (*cuts, ids.shape[1]), strict=True))
         masks = [None if mask is None else mask[:, :stop] for _, stop in places]
@@ -159,7 +165,7 @@ class Subject:
 
 
 def source(rows: int) -> torch.Tensor:
-    """`[B, 7]`: what encoders of encoder-decoders read."""
+    """`[B, 7]`: the encoder input of encoder-decoders."""
     return tokens(1, 7, seed=5).expand(rows, -1)
 
 

@@ -1,4 +1,4 @@
-"""Gradients, and the ways to compute them with less memory."""
+"""Gradients, and methods to compute them with less memory."""
 
 import functools
 import re
@@ -23,8 +23,8 @@ def loss(it, model):
 
 
 IDLE = re.compile(r"bias_v$|\.experts\.")
-"""Parameters without a gradient where their stack has the encoding: a bias of the queries before they meet the host's own
-positions, which are zeros; and experts, which get the tokens that a router sends them."""
+"""Parameters that can lack a gradient in patched models: query biases for the original positions, which are zeros, and experts
+that a router sends no tokens to."""
 
 
 @check()
@@ -51,12 +51,12 @@ def gradient_checkpointing_changes_nothing(it):
 
 @check("encoder", "decoder", few=True)
 def layers_in_checkpoint_wrappers(it):
-    """As FSDP wraps them: the backward pass runs a layer again with its arguments only, outside of the model's forward pass."""
+    """With FSDP's wrappers, the backward pass recomputes a layer from its arguments only, outside the model's forward pass."""
     ids, mask = tokens(), torch.ones(2, 11, dtype=torch.long)
     mask[0, 7:] = 0
 
     def loss(model):
-        # Another forward pass before the backward pass: the layers must not take its positions.
+        # A second forward pass precedes the backward pass. The layers must not use its positions.
         one, other = it.plain(model, ids, mask), it.plain(model, ids[:1, :5])
         return one[mask.bool()].square().mean() + other.square().mean()
 
@@ -65,7 +65,7 @@ def layers_in_checkpoint_wrappers(it):
         expected, kinds = gradients(model, loss), {type(layer) for layer in layers(model)}
         wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=implementation)
         wrappers.apply_activation_checkpointing(model, wrap, check_fn=lambda module, kinds=kinds: type(module) in kinds)
-        if it.host.written_out or it.name == "stablelm":  # its stack hands on no keyword arguments to its attentions
+        if it.host.written_out or it.name == "stablelm":  # doesn't pass keyword arguments to its attentions
             with pytest.raises(RuntimeError, match=f"was called without positions.*{_compat.checkpointing()}"):
                 gradients(model, loss)
             continue

@@ -1,4 +1,4 @@
-"""Computed tables which a stack has as a buffer and reads by its rows: CTRL."""
+"""Computed position embeddings in a buffer that the stack indexes: CTRL."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from hf_posenc.architectures.components.position_tables import DisabledTable
 from hf_posenc.configuration import LENGTH_FIELD
 
 BUFFERS = {"CTRLModel": "pos_encoding"}
-"""Class of a stack -> its buffer."""
+"""Class of a stack -> name of its buffer."""
 
 
 class IndexedBuffer(PositionComponent):
-    """A buffer `[rows, D]` of sinusoidal vectors, which the stack reads as `table[position_ids, :]`."""
+    """A buffer `[rows, D]` of sinusoidal vectors, which the stack indexes as `table[position_ids, :]`."""
 
     encoding, verb, accepts_embeddings = "sinusoidal", "embed", True
 
@@ -46,12 +46,12 @@ def _buffer_of(stack: Any) -> str | None:
 
 
 class DisabledIndexedTable(DisabledTable):
-    """Is indexed, not called."""
+    """A `DisabledTable` that is indexed instead of called."""
 
     def __getitem__(self, index: Any) -> Tensor:
         position_ids, _ = index
         return self(position_ids)
 
     def to(self, *args: Any, **kwargs: Any) -> "DisabledIndexedTable":
-        """Itself: it answers on the device of the ids."""
+        """Returns itself, because its vectors are on the device of the IDs."""
         return self

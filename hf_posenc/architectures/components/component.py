@@ -160,7 +160,7 @@ class Disabled(nn.Module):
 
     def __init__(self, stack: Any, path: str, table: Any) -> None:
         super().__init__()
-        # In a tuple, so that the stack is not registered as a child of its own submodule.
+        # In a tuple, so that the stack isn't registered as a child of its submodule.
         self._stack = (stack,)
         shape = getattr(getattr(table, "weight", None), "shape", ())
         self.key, self.shape = f"{path}.weight", tuple(shape)

@@ -1,4 +1,4 @@
-"""Learned vectors and biases of distances, which attentions look up or project by themselves: Conformers, WavLM.
+"""Learned vectors and biases of distances that attentions look up or project themselves: Conformers, WavLM.
 
 Shapes: B batch, Q queries, K keys, E head_dim.
 """
@@ -22,20 +22,20 @@ NAMES = {
     "rel_attn_embed": "t5",
     "bias_values": "relative",
 }
-"""Name of a module -> the encoding that it amounts to: linear layers that project sines of distances into what queries meet,
-tables of vectors that queries meet, tables of biases. Zeros in their place add nothing to scores."""
+"""Name of a module -> the equivalent encoding. The modules are linear projections of sinusoids of distances, embeddings of
+distances that are multiplied with queries, and biases. Zeros in their place add nothing to scores."""
 SINES = re.compile(r"Rel(ative)?(Position(al)?(Embedding|Encoding)|AttentionBias)")
-"""In class names of modules that answer the sines of all distances, or hold such a table."""
+"""Matches class names of modules that compute the sinusoids of all distances, or contain embeddings of distances."""
 BESIDE = {
     "linear_pos": ("pos_bias_u", "pos_bias_v"),
     "rel_attn_embed": ("gru_rel_pos_const", "gru_rel_pos_linear"),
 }
-"""Name of a module -> names of what stays in all attentions of its stack: a bias of the queries before they meet the keys; one
-of the queries before they meet sines, and gates of biases, which meet zeros then."""
+"""Name of a module -> names of related parameters and modules, which aren't disabled. These are biases added to queries before
+the products with keys and with sinusoids, and gates of biases. The last two are then multiplied by zeros."""
 
 
 class RelativeTable(PositionComponent):
-    """A table by distance, or a projection of sines of distances, of one of NAMES."""
+    """Embeddings of distances, or a projection of sinusoids of distances, with one of NAMES."""
 
     verb = "score_bias"
     module: nn.Embedding | nn.Linear
@@ -76,14 +76,14 @@ class RelativeTable(PositionComponent):
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         shapes = {f"{self.path}.{name}": tuple(value.shape) for name, value in self.module.named_parameters()}
         if rows is not None and self.length is not None and self.module.weight.shape[0] == 2 * self.length + 1:
-            # One row for each distance up to the length that the config says, which a patched one may promise otherwise.
+            # One row for each distance up to the config's length, which can differ in a patched model's config.
             shapes[f"{self.path}.weight"] = (2 * rows + 1, self.module.weight.shape[1])
         return shapes
 
 
 class RelativeSinusoids(PositionComponent):
-    """The module around a table of `RelativeTable`, or the one which makes what their projections are given. It stays, and
-    what it answers meets zeros."""
+    """The module that contains a `RelativeTable`, or computes the input of its projections. It doesn't change, because its
+    output is multiplied by zeros."""
 
     encoding, verb = "transformer_xl", "score_bias"
 
@@ -99,17 +99,17 @@ class RelativeSinusoids(PositionComponent):
 
 
 def is_relative(module: nn.Module) -> bool:
-    """Whether a module answers something for each distance, and nothing for a position."""
+    """Whether a module has outputs by distance, not by position, according to its class name."""
     return SINES.search(type(module).__name__) is not None
 
 
 def _own_parameters(module: nn.Module) -> list[str]:
-    """Parameters but for those that `RelativeTable` claims."""
+    """The names of a module's parameters, except those that `RelativeTable` claims."""
     return [name for name, _ in module.named_parameters() if name.partition(".")[0] not in NAMES]
 
 
 class DisabledDistances(Disabled):
-    """Answers zeros for distances, or for sines of distances."""
+    """Returns zeros for distances, or for sinusoids of distances."""
 
     def __init__(self, stack: Any, path: str, table: nn.Embedding | nn.Linear) -> None:
         super().__init__(stack, path, table)
@@ -117,13 +117,13 @@ class DisabledDistances(Disabled):
 
     @property
     def weight(self) -> Tensor:
-        """As of a silenced table; on the stack's device, which a host may ask for."""
+        """As in `Disabled`, but on the stack's device, which a model may read from it."""
         kept = super().weight
         (stack,) = self._stack
         return kept if self.kept is not None else kept.to(next(stack.parameters()).device)
 
     def forward(self, given: Tensor) -> Tensor:
-        """Integers `[...]`, or sines `[..., D]`, to `[..., width]`."""
+        """Integers `[...]`, or sinusoids `[..., D]` -> `[..., width]`."""
         (stack,) = self._stack
         shape = given.shape[:-1] if given.is_floating_point() else given.shape
         dtype = next(parameter.dtype for parameter in stack.parameters() if parameter.is_floating_point())

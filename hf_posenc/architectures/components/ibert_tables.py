@@ -1,4 +1,4 @@
-"""Learned tables whose modules can compute in integers, and answer vectors with their scaling factor: I-BERT."""
+"""Learned position embeddings whose modules can compute in integers and also return a scaling factor: I-BERT."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ CLASSES = ("QuantEmbedding",)
 
 
 class QuantizableTable(PositionTable):
-    """A table of floating-point numbers as long as its host isn't quantised."""
+    """Position embeddings in floating point. Quantized models aren't supported."""
 
     module: Any
 
@@ -42,7 +42,7 @@ class QuantizableTable(PositionTable):
 
 
 class DisabledQuantizableTable(DisabledTable):
-    """Answers a scaling factor, too: None, as of what isn't quantised."""
+    """Also returns a scaling factor, which is None without quantization."""
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(position_ids), None

@@ -179,7 +179,7 @@ def _silent(host: type, keys: tuple[str, ...]) -> type:
 def _answering(key: str) -> Callable[[Any], Tensor]:
     def zeros(module: Any) -> Tensor:
         silenced = vars(module).get(SILENCED, {})
-        if key not in silenced:  # an instance that is still being built
+        if key not in silenced:  # the instance is still being built
             raise AttributeError(key)
         return silenced[key]()
 

@@ -1,4 +1,4 @@
-"""Tables of learned position vectors which the host adds to its inputs: BERT, RoBERTa, GPT-2."""
+"""Learned position embeddings that a model adds to its inputs: BERT, RoBERTa, GPT-2."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,14 +15,14 @@ from hf_posenc.signatures import reads_tokens
 NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
 BESIDE = ("box_position_embeddings",)
 IMAGES = "pixel_values"
-"""The argument of stacks whose tables count the patches of an image, and tokens beside them: no rows of theirs."""
+"""The argument of stacks whose position embeddings belong to image patches and extra tokens."""
 
 
 class PositionTable(PositionComponent):
-    """An `nn.Embedding` of one of NAMES, called with position ids.
+    """An `nn.Embedding` with one of NAMES, which is called with position IDs.
 
-    It has as many rows as LENGTH_FIELD says, or a fixed number where the config has no such field. RoBERTa's ids begin behind
-    its padding_idx, so 514 rows serve 512 tokens.
+    Its number of rows is the config's LENGTH_FIELD, or fixed if the config has no such field. RoBERTa's IDs start after its
+    padding_idx, so 514 rows support 512 tokens.
     """
 
     encoding, verb, accepts_embeddings = "learned", "embed", True
@@ -34,7 +34,7 @@ class PositionTable(PositionComponent):
         from hf_posenc.architectures.components.unhandled import OTHER_INPUTS
 
         if not reads_tokens(stack):
-            return  # a table of patches or of stretches of sound (position_parameters.py)
+            return  # position embeddings of patches or audio frames (position_parameters.py)
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):
                 continue
@@ -83,7 +83,7 @@ class PositionTable(PositionComponent):
 
 
 class SecondStreamTable(PositionTable):
-    """A table of the same positions for a second stream of hidden states, as LiLT's of boxes: no vectors take its place."""
+    """Embeddings of the same positions for a second stream of hidden states, such as LiLT's boxes. They are only disabled."""
 
     accepts_embeddings = False
 
@@ -108,9 +108,9 @@ class SecondStreamTable(PositionTable):
 
 
 class DisabledTable(Disabled):
-    """Answers the host's position ids with the vectors of the encoding, or with zeros where those are added elsewhere.
+    """Maps the original model's position IDs to the vectors of the encoding, or to zeros if they are added elsewhere.
 
-    offset: the id of the first token; None: no vectors are added here.
+    offset: ID of the first token. None if no vectors are added here.
     """
 
     def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:
@@ -119,22 +119,22 @@ class DisabledTable(Disabled):
 
     @property
     def num_embeddings(self) -> int:
-        """The rows of the host's table, by which Whisper counts its frames."""
+        """The number of original position embeddings, which Whisper reads to number its frames."""
         return self.shape[0]
 
     @property
     def weight(self) -> Tensor:
-        """In the stack's forward the rows that a host adds without a call (Qwen2-Audio); else as of any silenced table."""
+        """In the stack's forward, the vectors that a model adds without a call (Qwen2-Audio). Otherwise as in `Disabled`."""
         (stack,) = self._stack
         context = CURRENT.context
         if context is None or context.encoding is not stack.posenc:
             return super().weight
-        # As many as the input has tokens, at least: CLIP compares them.
+        # At least the number of tokens, because CLIP compares both.
         rows = max(self.shape[0], int(context.past) + context.length + (self.offset or 0))
         return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # all rows of a batch have the same: computed once
+        if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # equal positions in all rows are computed once
             position_ids = position_ids[:1]
         return self.vectors(position_ids - (self.offset or 0))
 
@@ -144,16 +144,16 @@ class DisabledTable(Disabled):
         encoding, dtype = stack.posenc, _dtype(stack)
         vectors = None
         if self.offset is not None and "embed" in encoding.mechanisms():
-            # Padding has the id before the first (Longformer pads up to whole windows).
+            # Padding has the ID before the first token's (Longformer pads to whole windows).
             vectors = encoding("embed", positions.clamp(min=0))
         if vectors is None:
-            # Not expanded: Kosmos-2.5 adds to it in place.
+            # Not expanded, because Kosmos-2.5 adds to it in place.
             vectors = torch.zeros(*positions.shape, self.width, dtype=dtype, device=positions.device)
         return vectors.to(dtype)
 
     @property
     def width(self) -> int:
-        """The size of the host's vectors."""
+        """The size of the original vectors."""
         return self.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""Positions in a user's own classes, under names and in forms of their own: the user says where they are."""
+"""Positional components of custom classes with other names and forms, which the user registers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from hf_posenc.configuration import LENGTH_FIELD
 class Declaration:
     """A registered component.
 
-    cls: the class of the stack. path: of the module, parameter or buffer in it. disabled_output: maps a module's output to the
-        output without positions.
+    cls: class of the stack.
+    path: path of the module, parameter, or buffer in the stack.
+    disabled_output: function that maps a module's output to the output without positions.
     """
 
     cls: type
@@ -28,18 +29,18 @@ class Declaration:
 
 
 DECLARED: dict[tuple[str, str], Declaration] = {}
-"""By the name of a class and a path, so that a notebook's cell can be run again."""
+"""Registered components by class name and path. A notebook cell can therefore be run again."""
 
 
 def declare(cls: type, path: str, disabled_output: Callable[[Any], Any] | None) -> None:
-    for key, other in [*DECLARED.items()]:  # of a class that a notebook's cell has made again
+    for key, other in [*DECLARED.items()]:  # a notebook cell has defined the class again
         if key[0] == f"{cls.__module__}.{cls.__qualname__}" and other.cls is not cls:
             del DECLARED[key]
     DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, disabled_output)
 
 
 def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, PositionComponent]:
-    """Path -> source of what was declared of a stack's class. Raises UnsupportedModelError for what isn't there."""
+    """Path -> component, for the components registered for a stack's class. Raises UnsupportedModelError for a missing one."""
     mine = [each for each in DECLARED.values() if isinstance(stack, each.cls)]
     return {each.path: _source(each, stack, modules) for each in mine}
 
@@ -63,12 +64,12 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
 
 
 def _at(cls: type[PositionComponent], path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
-    """As `PositionComponent.at`: a user's class is declared wherever it is imported."""
+    """See `PositionComponent.at`. A custom class is registered wherever it is imported."""
     return declared_in(stack, modules)[path]
 
 
 class RegisteredTable(PositionTable):
-    """An `nn.Embedding` that is called with position ids, with as many rows as LENGTH_FIELD says, or a number of its own."""
+    """An `nn.Embedding` that is called with position IDs. Its number of rows is the config's LENGTH_FIELD, or another one."""
 
     def __init__(self, path: str, module: nn.Embedding, config: Any) -> None:
         super().__init__(path, module)
@@ -92,7 +93,7 @@ class RegisteredTable(PositionTable):
 
 
 class RegisteredParameter(PositionParameter):
-    """A parameter or buffer of vectors which the host adds, of which one axis may be as long as LENGTH_FIELD says."""
+    """A parameter or buffer of vectors that the model adds. The size of one axis may be the config's LENGTH_FIELD."""
 
     def __init__(self, path: str, around: nn.Module, extra_tokens: tuple[int, int], config: Any) -> None:
         super().__init__(path, around, extra_tokens, (path.rpartition(".")[0], around))
@@ -107,7 +108,7 @@ class RegisteredParameter(PositionParameter):
 
     @property
     def output_module(self) -> None:
-        # What its module returns may be anything: vectors are added to what enters the first layer.
+        # The output of its module can have any form, so vectors are added to the input of the first layer.
         return None
 
     def usable_length(self, config: Any) -> int | None:
@@ -121,7 +122,7 @@ class RegisteredParameter(PositionParameter):
 
 
 class RegisteredModule(PositionComponent):
-    """A module which answers positions in a form of its own."""
+    """A module that returns positions in a custom form."""
 
     encoding, verb = "rope", "rotate"
 
@@ -140,5 +141,5 @@ class RegisteredModule(PositionComponent):
 
 
 def without_positions(disabled_output: Callable[[Any], Any], module: nn.Module, args: tuple, answer: Any) -> Any:
-    """Hook of a declared module."""
+    """Hook of a registered module."""
     return disabled_output(answer)

@@ -1,4 +1,4 @@
-"""Rotary positions which the host computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
+"""Rotary positions that a model computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
 
 import copy
 import re
@@ -17,11 +17,10 @@ CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
 
 
 class RotaryEmbedding(PositionComponent):
-    """A module of the stack which turns position ids into the angles that its attentions rotate queries and keys by.
+    """A module of the stack that maps position IDs to the angles by which attentions rotate queries and keys.
 
-    At position 0 every angle is 0. So the module is silenced by giving it zeros for position ids: in whatever format it
-    answers (pairs of cosine and sine, complex numbers, halves or interleaved, one for each type of layer), that is the
-    rotation which changes nothing.
+    At position 0, all angles are 0. The module is therefore disabled by setting its position IDs to 0. In any output format
+    (pairs of cosine and sine, complex numbers, halves or interleaved, one for each layer type), this is the identity rotation.
     """
 
     encoding, verb, arguments = "rope", "rotate", ("position_embeddings",)
@@ -48,8 +47,8 @@ class RotaryEmbedding(PositionComponent):
         self.module.register_forward_hook(without_scaling)
 
     def _make_for_the_hosts_length(self, stack: Any) -> None:
-        """Make the module anew where the config says another length than the host's, by which some rules choose their
-        frequencies: `unpatch` gives the module back as the stock model has it."""
+        """Create the module again for the original length, if the config has another one. Some rules derive frequencies from
+        it, and `unpatch` must restore the original module."""
         host, config = stack.config.position_spec.original, getattr(self.module, "config", None)
         if host is None or config is None or host.rows in (None, getattr(config, LENGTH_FIELD, None)):
             return
@@ -60,7 +59,7 @@ class RotaryEmbedding(PositionComponent):
 
     def usable_length(self, config: Any) -> int | None:
         length, given = self.trained_length(config), getattr(config, "rope_parameters", None) or {}
-        # Transformers takes the length field for the one of training, from which on it makes other frequencies.
+        # Transformers treats the length field as the trained length, above which this rule changes the frequencies.
         grows = [each for each in (given, *given.values()) if isinstance(each, dict) and each.get("rope_type") == "dynamic"]
         return length if length is None or not grows else round(length * min(each.get("factor", 1) for each in grows))
 
@@ -69,19 +68,20 @@ class RotaryEmbedding(PositionComponent):
 
 
 class AxialRotaryEmbedding(PositionComponent):
-    """A module which computes angles from the size of an image: DINOv3. It is silenced by what it answers."""
+    """A module that computes angles from the size of an image: DINOv3. It is disabled by changing its output."""
 
     encoding, verb = "rope", "rotate"
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
-        return iter(())  # Rotary finds it
+        return iter(())  # RotaryEmbedding finds it
 
     @classmethod
     def is_understood(cls, module: Any, config: Any) -> bool:
-        """Whether it answers an image with a pair of cosines and sines.
+        """Whether the module maps an image to a pair of cosines and sines.
 
-        Coordinates of patches lie around 0, so that sines cancel out; in training they are moved and scaled at random.
+        Patch coordinates are centered at 0, so the sines cancel out. The module runs in eval mode, because in training,
+        coordinates are randomly shifted and scaled.
         """
         if any(buffer.is_meta for buffer in module.buffers()):
             return True
@@ -89,7 +89,7 @@ class AxialRotaryEmbedding(PositionComponent):
         try:
             image = torch.zeros(1, getattr(config, "num_channels", 3), *torch.Size([8 * module.config.patch_size] * 2))
             cos, sin = module.eval()(image)
-        except Exception:  # a module of another format may raise anything
+        except Exception:  # a module with another format may raise anything
             return False
         finally:
             module.train(training)
@@ -101,21 +101,21 @@ class AxialRotaryEmbedding(PositionComponent):
 
 
 def without_angles(module: nn.Module, args: tuple, answer: Any) -> Any:
-    """Hook of a module that answers cosines and sines: the rotation by nothing."""
+    """Hook of a module that returns cosines and sines. Replaces them by the identity rotation."""
     cos, sin = answer
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def _is_understood(module: Any, config: Any) -> bool:
-    """Whether the module answers position 0 with the rotation by nothing, and other positions with others.
+    """Whether the module maps position 0 to the identity rotation, and other positions to other rotations.
 
-    A module on the meta device can't be asked; it is of a checkpoint that was patched before.
+    A module on the meta device can't be called. It belongs to a checkpoint whose model was patched before.
     """
     if any(buffer.is_meta for buffer in module.buffers()):
         return True
     if "layer_type" not in argument_names(module):
         return _is_rotation(module, {})
-    # Kinds of layers that don't rotate have no parameters: linear attention, or None for layers without positions.
+    # Layer types without rotation have no parameters: linear attention, or None for layers without positions.
     kinds = getattr(module, "layer_types", None) or getattr(config, "layer_types", None) or ()
     given = getattr(config, "rope_parameters", None) or {}
     asked = {kind for kind in kinds if given.get(kind, given) is not None}
@@ -123,7 +123,7 @@ def _is_understood(module: Any, config: Any) -> bool:
 
 
 def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
-    """For one number a token, or two of each patch: its row and column."""
+    """`_is_understood` for position IDs with one number per token, or two (row and column) per patch."""
     return any(_turns(module, axes, arguments) for axes in (1, 2))
 
 
@@ -134,7 +134,7 @@ def _turns(module: Any, axes: int, arguments: dict[str, Any]) -> bool:
                 _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position] * axes]), **arguments))
                 for position in (0, 1)
             )
-        except Exception:  # a module of another format may raise anything
+        except Exception:  # a module with another format may raise anything
             return False
     kinds = {complex(value.sgn().flatten()[0]) if value.numel() else None for value in here}
     rotates = all(value.sgn().eq(value.sgn().flatten()[0]).all() for value in here if value.numel())
@@ -150,11 +150,11 @@ def _tensors(answer: Any) -> list[Tensor]:
 
 
 def without_positions(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a rotary module: all position ids become 0."""
+    """Pre-hook of a rotary module. Sets all position IDs to 0."""
     call = BoundCall(names, args, kwargs)
     return call.changed(position_ids=torch.zeros_like(call["position_ids"]))
 
 
 def without_scaling(module: nn.Module, args: tuple, answer: Any) -> Any:
-    """Hook of a rotary module: takes out the factor by which some rules stretch cosines and sines (YaRN)."""
+    """Hook of a rotary module. Removes the factor by which some rules (YaRN) multiply cosines and sines."""
     return type(answer)(map(torch.sgn, answer)) if isinstance(answer, (tuple, list)) else torch.sgn(answer)

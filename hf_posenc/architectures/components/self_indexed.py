@@ -1,7 +1,7 @@
-"""Tables and sinusoids that count the positions of their input by themselves: BART, OPT, Marian, M2M-100, Whisper's decoder.
+"""Position embeddings and sinusoids that compute the positions of their input: BART, OPT, Marian, M2M-100, Whisper's decoder.
 
-What they are called with differs: ids, a mask, embeddings, a shape. None of it is needed, since the positions are those of
-the forward pass.
+Their arguments differ: IDs, a mask, embeddings, or a shape. They aren't needed, because the forward pass determines the
+positions.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -21,11 +21,11 @@ from hf_posenc.signatures import argument_names
 
 
 class SelfIndexedTable(PositionTable):
-    """A module of one of NAMES which turns an input into vectors to add: a subclass of `nn.Embedding` with a forward of its
-    own, a module with `weights` in a buffer, or one that computes them.
+    """A module with one of NAMES that maps an input to vectors to add. It is a subclass of `nn.Embedding` with a custom
+    forward, or a module that has `weights` in a buffer or computes the vectors.
 
-    first: the row of the first token. Found by asking a twin of the module whose rows hold their own numbers, so that a
-        module on the meta device answers, too.
+    first: the row of the first token. It is determined by calling a copy of the module whose rows contain their indices, which
+        also works on the meta device.
     """
 
     def __init__(self, path: str, module: Any, config: Any) -> None:
@@ -62,7 +62,7 @@ class SelfIndexedTable(PositionTable):
 
     @property
     def offset(self) -> int:
-        """Of ids that a stack takes, which its table adds `first` to."""
+        """0, because the module adds `first` to the stack's position IDs."""
         return 0
 
     @property
@@ -81,7 +81,7 @@ class SelfIndexedTable(PositionTable):
 
     @property
     def learned_table(self) -> tuple[str, int] | None:
-        computed = hasattr(self.module, "create_weight")  # sinusoids, which aren't saved: Marian, Pegasus
+        computed = hasattr(self.module, "create_weight")  # unsaved sinusoids (Marian, Pegasus)
         return (f"{self.path}.weight", self.first) if "weight" in self.module._parameters and not computed else None
 
     def table(self) -> Tensor | None:
@@ -90,7 +90,7 @@ class SelfIndexedTable(PositionTable):
 
 
 class DisabledSelfIndexedTable(DisabledTable):
-    """Answers any call with the vectors of the encoding at the positions of the forward pass, `[1 or B, L, D]`."""
+    """Returns the vectors of the encoding at the positions of the forward pass, `[1 or B, L, D]`, for any arguments."""
 
     def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:
         super().__init__(stack, path, table, offset)
@@ -104,35 +104,35 @@ class DisabledSelfIndexedTable(DisabledTable):
     def forward(self, given: Any = None, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         (stack,) = self._stack
         context = context_for(self)
-        if not context.positions.numel():  # of a sound, whose frames the host has counted
+        if not context.positions.numel():  # audio, for which the original model determines the number of frames
             given = next(iter(kwargs.values())) if given is None else given
             context = context.with_length(_length(given), stack.device)
         positions = context.positions
-        if self.by_shape and (padding := _length(given) - positions.shape[1]) > 0:  # up to whole windows (LED)
+        if self.by_shape and (padding := _length(given) - positions.shape[1]) > 0:  # LED pads to whole windows
             positions = torch.cat([positions, positions[:, -1:].expand(-1, padding)], dim=1)
         return self.vectors(positions)
 
 
 def _length(given: Any) -> int:
-    """The number of tokens in ids or a mask `[B, L]`, in embeddings `[B, L, D]`, or in the shape of one of these."""
+    """The number of tokens in IDs or a mask `[B, L]`, in embeddings `[B, L, D]`, or in the shape of one of these."""
     shape = given.shape if isinstance(given, Tensor) else given
     return shape[1]
 
 
 def _width(module: Any) -> int | None:
-    """The size of the vectors that a module says it answers."""
+    """The size of a module's output vectors according to its attributes."""
     return next((size for name in ("embedding_dim", "embed_dim") if isinstance(size := getattr(module, name, None), int)), None)
 
 
 def _table(module: nn.Module) -> Tensor | None:
-    """The rows of a module, `[rows, D]`: a parameter, or a buffer that isn't saved."""
+    """The position embeddings of a module, `[rows, D]`: a parameter, or an unsaved buffer."""
     found: Tensor | None = module._parameters.get("weight")
     found = module._buffers.get("weights") if found is None else found
     return found if found is not None and found.ndim == 2 else None
 
 
 def _first_row(module: Any) -> int | None:
-    """The row with which a table answers the first token, if the next row is that of the second."""
+    """The row that a module returns for the first token, or None unless it returns the next row for the second token."""
     table = _table(module)
     if table is None:
         return None
@@ -150,28 +150,28 @@ def _first_row(module: Any) -> int | None:
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module without any tensor makes vectors of its width, that differ by position, of an input's shape alone."""
+    """Whether a module without tensors computes vectors of its width that differ by position, only from an input's shape."""
     width = _width(module)
     if width is None or any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return False
     with torch.device("cpu"), torch.no_grad():
         try:
             answer = type(module).forward(module, torch.zeros(1, 2, width))
-        except Exception:  # a module of another kind may raise anything
+        except Exception:  # another module may raise anything
             return False
     shaped = isinstance(answer, Tensor) and answer.shape[-2:] == (2, width)
     return bool(shaped and (answer[..., 0, :] != answer[..., 1, :]).any())
 
 
 def _answer(table: Any, padding_idx: int | None) -> Tensor | None:
-    """What a table answers for two tokens, by whatever it wants to be told of them; None if it answers no vectors."""
+    """A module's output for two tokens, with the kind of argument that it accepts. None if it doesn't return a tensor."""
     token = 0 if padding_idx is None else padding_idx + 1
     names = argument_names(table)
     tokens = torch.arange(2)[None] if names[0] == "position_ids" else torch.full((1, 2), max(token, 1))
     for given in (tokens.shape if names[0].endswith("shape") else tokens, tokens[:, None]):
         try:
             answer = type(table).forward(table, given)
-        except Exception:  # a module that wants something else may raise anything
+        except Exception:  # a module with other arguments may raise anything
             continue
         if isinstance(answer, Tensor):
             return answer

@@ -1,7 +1,6 @@
-"""Tables of sines and cosines by which attentions rotate their queries and keys themselves: GPT-J, CodeGen,
-RoFormer; or of angles: CLVP.
+"""Precomputed sines and cosines (GPT-J, CodeGen, RoFormer) or angles (CLVP) by which attentions rotate queries and keys.
 
-In each row the sines come first, then the cosines, so that row 0 is the rotation by nothing.
+In each row, the sines come first, then the cosines. Row 0 is the identity rotation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from hf_posenc.signatures import argument_names
 
 
 class KnownRotation(PositionComponent):
-    """A rotation by a module that is known by its class."""
+    """A rotation by a module that is identified by its class."""
 
     encoding, verb = "rope", "rotate"
     classes: ClassVar[tuple[str, ...]] = ()
@@ -36,13 +35,13 @@ class KnownRotation(PositionComponent):
 
 
 class SinusoidBuffer(KnownRotation):
-    """A table that an attention has as a buffer `embed_positions`: it gets zeros for position ids."""
+    """The buffer `embed_positions` of an attention, whose position IDs are set to 0."""
 
     classes = ("GPTJAttention", "CodeGenAttention")
 
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
-        # From Transformers 5.24 on, the table belongs to a module of the stack, a RotaryEmbedding.
+        # Since Transformers 5.24, the buffer belongs to a module of the stack, a RotaryEmbedding.
         return super().claims(module) and hasattr(module, "embed_positions")
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -58,7 +57,7 @@ class SinusoidBuffer(KnownRotation):
 
 
 class SharedSinusoids(KnownRotation):
-    """A table that a stack has once, as parameters which are never trained."""
+    """Sines and cosines that a stack has once, as parameters that are never trained."""
 
     classes = ("RoFormerSinusoidalPositionalEmbedding",)
     module: nn.Embedding
@@ -71,7 +70,7 @@ class SharedSinusoids(KnownRotation):
 
 
 class RotaryAngles(KnownRotation):
-    """A module that answers the angles of all positions: they become 0."""
+    """A module that returns the angles of all positions, which are set to 0."""
 
     classes = ("ClvpRotaryPositionalEmbedding",)
 
@@ -80,12 +79,12 @@ class RotaryAngles(KnownRotation):
 
 
 def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
-    """Hook of a module that answers angles: all are 0."""
+    """Hook of a module that returns angles. Sets all of them to 0."""
     return torch.zeros_like(answer)
 
 
 class DisabledSines(Disabled):
-    """Answers sines of 0 and cosines of 1."""
+    """Returns sines of 0 and cosines of 1."""
 
     def forward(self, input_ids_shape: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Tensor:
         (stack,) = self._stack

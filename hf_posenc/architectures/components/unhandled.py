@@ -1,4 +1,4 @@
-"""Signs that a host knows positions in a way which no source takes over, and modules that see order by themselves."""
+"""Finds unsupported positional components, and modules that depend on token order."""
 
 import inspect
 import itertools
@@ -14,24 +14,23 @@ from hf_posenc.architectures.components.vision import cuts_patches
 from hf_posenc.signatures import argument_names, attributes_read
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
-"""Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
+"""Words in names that indicate positions. Only whole words count, so "decomposition" and "properties" don't match."""
 OTHER_COMPONENTS = "unsupported positional component"
 OTHER_INPUTS = re.compile(
     r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings"
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
-"""Paths of tables that know nothing of word order: of the coordinates of boxes on a page, and of inputs beside the tokens."""
+"""Paths of embeddings that don't encode word order: coordinates of boxes on a page, and inputs besides the tokens."""
 OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
-"""Class of a stack which reads images beside tokens -> its parameter of positions in them."""
+"""Class of a stack that reads both images and tokens -> name of its parameter for positions in images."""
 CONVOLUTIONS = "order-sensitive convolutions"
 JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
-"""Methods of caches that keep a state which a layer carries from token to token: linear attention, state spaces."""
+"""Cache methods that store a layer's recurrent state: linear attention, state spaces."""
 
 
 def is_order_sensitive(module: nn.Module) -> bool:
-    """Whether a module tells orders of its inputs apart by itself: it holds a convolution, or carries a state from token to
-    token."""
+    """Whether a module depends on the order of its inputs, because it contains a convolution or has a recurrent state."""
     return _carries_state(module) or any(convolves(name, child) for name, child in module.named_children())
 
 
@@ -41,8 +40,7 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def convolves(path: str, module: nn.Module) -> bool:
-    """Whether a module is a convolution. One whose stride is its kernel's size cuts patches out, each an input by itself; so
-    does one of patches that overlap."""
+    """Whether a module is a convolution over tokens. Those that compute patches, with or without overlap, don't count."""
     is_one = isinstance(module, _compat.Convolution) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
     return is_one and not cuts_patches(path, module)
 
@@ -53,19 +51,22 @@ MIXED = {
     "PI0Model": _KEYS,
     "BridgeTowerModel": "runs the layers of its submodels one by one, not the submodels themselves",
 }
-"""Models made of several whose parts can't be taken by themselves -> what they do with them."""
+"""Composite models whose submodels can't be patched separately -> the reason."""
 
 
 def couples_submodels(module: nn.Module) -> str:
-    """Why no part of a model of Transformers' own can be taken by itself, or ""."""
+    """The reason why no submodel of a Transformers model can be patched separately, or ""."""
     theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
     return next((MIXED[name] for name in theirs if name in MIXED), "")
 
 
 def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
-    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
+    """Path and reason of each module or tensor that indicates unsupported positions.
 
-    A module that nothing calls is none.
+    modules: the modules of a stack by dotted path.
+    claimed: paths that belong to positional components, which are excluded.
+
+    Modules that are never called don't count.
     """
     unused: list[str] = []
     read: set[str] | None = None
@@ -103,30 +104,30 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
 
 
 def _lies_in(path: str, claimed: Set[str]) -> bool:
-    """Whether a module, or one that contains it, is claimed."""
+    """Whether a module, or a module that contains it, is claimed."""
     return not claimed.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _treats_each_alone(module: nn.Module) -> bool:
-    """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is
-    rotated in latent attention)."""
+    """Whether a module can't contain positions, regardless of its name: dropout, or a norm (such as that of the rotated part of
+    keys in latent attention)."""
     return isinstance(module, nn.Dropout) or type(module).__name__.endswith("Norm")
 
 
 def _is_given_a_table(module: nn.Module) -> bool:
-    """Whether a module without tensors of its own works on positions that it is called with: YOLOS interpolates a table, SAM 3
-    has attentions that are called after the rotation they are given."""
+    """Whether a module without direct tensors receives positions as an argument. YOLOS interpolates position embeddings, and
+    SAM 3 has attentions named after the rotation that they receive."""
     own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
     return not own and bool({"pos_embed", "position_embeddings"} & {*argument_names(module)})
 
 
 def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> bool:
-    """Whether all that a module has are tensors which sources claim."""
+    """Whether a module has tensors, and all of them belong to positional components."""
     tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name in snake_case or CamelCase, in lower case: RoPEAttention has rope and attention."""
+    """The words of a name in snake_case or CamelCase, in lowercase. For example, RoPEAttention has rope and attention."""
     name = re.sub(r"RoPE", "Rope", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")

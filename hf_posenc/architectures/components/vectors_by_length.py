@@ -1,4 +1,4 @@
-"""Modules that a stack asks for the vectors of so many positions, to add them to its inputs: TimesFM.
+"""Modules that return the vectors of a given number of positions, which the stack adds to its inputs: TimesFM.
 
 Shapes: L tokens, D hidden_size.
 """
@@ -20,9 +20,9 @@ LENGTH = "seq_length"
 
 
 class SinusoidsByLength(PositionComponent):
-    """A module without parameters that answers `[1, L, D]` when it is called with L.
+    """A module without parameters that returns `[1, L, D]` for L.
 
-    Where the stack shifts its answer, because of padding on the left, it shifts ours.
+    If the stack shifts its output because of left padding, it also shifts the encoding's vectors.
     """
 
     encoding, verb, accepts_embeddings = "sinusoidal", "embed", True
@@ -40,7 +40,7 @@ class SinusoidsByLength(PositionComponent):
 
 
 def vectors_instead(adds_vectors: bool, module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
-    """Hook of such a module: it answers the vectors of the encoding, or zeros where those are added elsewhere."""
+    """Hook of such a module. Returns the vectors of the encoding, or zeros if they are added elsewhere."""
     encoding, vectors = context_for(module, None).encoding, None
     if adds_vectors and "embed" in encoding.mechanisms():
         vectors = encoding("embed", torch.arange(answer.shape[1], device=answer.device)[None])

@@ -1,4 +1,4 @@
-"""How the tokens of an image lie: the convolution that cuts its patches out, the tokens beside them, windows."""
+"""The layout of an image's tokens: the convolution that computes its patches, extra tokens, and windows."""
 
 import re
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from torch import nn
 
 EXTRA_TOKENS = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)")
-"""Names of parameters that are tokens of their own, which stand for no patch."""
+"""Matches names of parameters that are extra tokens, which don't represent a patch."""
 BEHIND = "detection_tokens"
-"""The one of them that comes behind the patches: YOLOS."""
+"""The extra tokens that come after the patches (YOLOS)."""
 POOLS = re.compile(r"Pool")
-"""In class names of modules which have such a token to gather the patches with, behind all layers (AIMv2)."""
+"""Matches class names of modules whose extra token only pools the patches after all layers (AIMv2)."""
 
 
 def count_extra_tokens(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def patch_projection(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 def cuts_patches(path: str, module: nn.Module) -> bool:
-    """Whether a convolution makes tokens of an image: each of one place, or of overlapping places, without a border."""
+    """Whether a convolution computes an image's tokens, from separate patches, or from overlapping ones without padding."""
     if not isinstance(module, (nn.Conv2d, nn.Conv3d)):
         return False
     if max(module.kernel_size) == 1:
@@ -39,7 +39,7 @@ def cuts_patches(path: str, module: nn.Module) -> bool:
 
 
 def has_windows(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether attentions see windows of the image."""
+    """Whether attentions see only windows of the image."""
     sizes = [getattr(module, name, None) for module in modules.values() for name in ("window_size", "window_kernel_size")]
     if any(isinstance(size, (tuple, list)) or (isinstance(size, int) and size > 0) for size in sizes):
         return True
@@ -47,6 +47,6 @@ def has_windows(modules: Mapping[str, nn.Module]) -> bool:
 
 
 def cuts_into_windows(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the tokens lie by windows, also in attentions that see all of them."""
+    """Whether the tokens are ordered by window, even in attentions that see all of them."""
     counts = (getattr(module, "num_windows", None) for module in modules.values())
     return any(isinstance(count, int) and count > 1 for count in counts)

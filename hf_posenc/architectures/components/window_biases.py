@@ -1,4 +1,4 @@
-"""Learned relative biases of attentions that see an image, or windows of one: Swin, BEiT."""
+"""Learned relative biases of attentions over an image or its windows: Swin, BEiT."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from hf_posenc.architectures.components.position_parameters import PositionParam
 from hf_posenc.signatures import reads_tokens
 
 BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_coords_table")
-"""Tables of biases by the distance in rows and columns, of vectors for rows and for columns, and of the distances of which a
-network makes biases: of zeros, all of them give every pair of tokens the same."""
+"""Tensors of biases by distance in rows and columns, of vectors for rows and for columns, or of distances from which a network
+computes biases. If they are zeros, all pairs of tokens get the same bias."""
 BESIDE = ("relative_position_index", "continuous_position_bias_mlp")
-"""What stays as it is beside them: the rows of a table by pair of tokens, the network."""
+"""Related tensors and modules that don't change: the index of the bias for each pair of tokens, and the network."""
 
 
 class WindowBias(PositionParameter):
-    """A table of biases by the distance of two patches in rows and columns."""
+    """Biases by the distance of two patches in rows and columns."""
 
     encoding, verb = "t5", "distance_bias"
 

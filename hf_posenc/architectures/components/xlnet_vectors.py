@@ -1,4 +1,4 @@
-"""Vectors of relative positions that a stack hands to its attentions, as in Transformer-XL: XLNet."""
+"""Vectors of relative positions that a stack passes to its attentions, as in Transformer-XL: XLNet."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -11,13 +11,13 @@ from hf_posenc.architectures.components.component import PositionComponent, is_o
 from hf_posenc.signatures import BoundCall, argument_names
 
 ARGUMENTS = {"XLNetRelativeAttention": "r"}
-"""Class of an attention -> its argument that is the vectors."""
+"""Class of an attention -> its argument with the vectors."""
 
 
 class RelativeVectors(PositionComponent):
-    """An argument of an attention's which is a tensor of vectors by distance, of which it makes keys: it becomes zeros.
+    """An argument of an attention with one vector per distance, from which it computes keys. The argument is set to zeros.
 
-    The parameters by which keys are made of them stay the attention's own, multiplied by zero.
+    The parameters that compute these keys don't change, and are multiplied by zeros.
     """
 
     encoding, verb = "transformer_xl", "score_bias"
@@ -37,6 +37,6 @@ class RelativeVectors(PositionComponent):
 
 
 def without_vectors(argument: str, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of an attention: the vectors are 0."""
+    """Pre-hook of an attention. Sets the vectors to 0."""
     call = BoundCall(names, args, kwargs)
     return call.changed(**{argument: torch.zeros_like(call[argument])})
