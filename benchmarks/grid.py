@@ -36,7 +36,7 @@ class Group:
 
     kind: what is measured, a key of `measuring.KINDS`.
     length: tokens of a text. For "decode", tokens in the cache.
-    host: the model type.
+    `host`: the model type.
     padded: whether every other text is a quarter shorter.
     dropout: of hidden states and attention, as original models train.
     encodings: the encodings to measure. Empty for all.

@@ -1,4 +1,4 @@
-"""What `test_adversity.py` runs in processes of its own."""
+"""The functions that `test_adversity.py` runs in separate processes."""
 
 import copy
 import multiprocessing
@@ -35,7 +35,7 @@ def from_queue():
 
 
 class Collate:
-    """What a DataLoader's workers call."""
+    """The collate function that the workers of a DataLoader call."""
 
     def __init__(self, model):
         self.model = model
@@ -45,7 +45,10 @@ class Collate:
 
 
 def sent(folder, method):
-    """Models that are arguments, in queues, in shared memory and in a DataLoader's workers give what they give here."""
+    """Check that models give the same outputs in other processes as in this one.
+
+    The models are arguments, items of queues, in shared memory, or used by the workers of a DataLoader.
+    """
     import transformers
 
     import hf_posenc  # noqa: F401
@@ -72,7 +75,7 @@ def sent(folder, method):
 
 
 def forked_within(model):
-    """A child has no part in the forward pass in which another thread was when it was forked."""
+    """Check that a forked child is independent of a forward pass that another thread was running during the fork."""
     expected, inside, go, outer = answer(model), threading.Event(), threading.Event(), []
 
     def wait(*_):
@@ -99,7 +102,10 @@ def forked_within(model):
 
 
 def generations(older, newer):
-    """Two models that each run the code which came with them, of an older version and of this one, within one another."""
+    """Check that two models that run their saved code can run inside each other.
+
+    One has code of an older version, and the other has code of this version.
+    """
     import bare
 
     bare.hide()
@@ -143,7 +149,10 @@ def generations(older, newer):
 
 
 def loaded(folder, without):
-    """Which of the models in folders give what was recorded; `without` the package, by their own code."""
+    """Check that the models in a directory give the recorded outputs.
+
+    If `without` is true, they load with their saved code, without the package.
+    """
     if without:
         import bare
 

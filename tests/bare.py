@@ -1,6 +1,7 @@
-"""A process that can import only torch, transformers and what those need.
+"""A process that can import only torch, transformers, and their dependencies.
 
-Loads each folder listed in cases.json of a folder with its own code, saves it, loads that again, and compares the outputs.
+It loads each model that cases.json lists, with the saved code of the model. It saves and reloads the model, and compares the
+outputs.
 """
 
 import json

@@ -1,27 +1,30 @@
-"""How closely tensors of tests must agree."""
+"""Comparisons of tensors in tests."""
 
 import torch
 
 LOOSE = dict(rtol=1e-3, atol=1e-4)
-"""For `assert_close`, between computations on a CPU and elsewhere."""
+"""The tolerances of `assert_close` between computations on a CPU and on another device."""
 
 
 def assert_close(actual, expected, rtol=1e-4, atol=1e-5):
-    """Equal but for the rounding of float32, which depends on the CPU and on the order of sums.
+    """Check that values are equal up to float32 rounding, which depends on the CPU and on the order of sums.
 
-    Takes tensors, or lists or dicts of them. `atol` counts in units of the largest finite value expected in any of
-    them, so that a value which is zero but for rounding, as the gradient of a key's bias, is compared with the others.
+    The values are tensors, or lists or dicts of tensors. The unit of `atol` is the largest finite expected value in any of
+    them. This scale suits values that are zero except for rounding, such as the gradient of a key's bias.
     """
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol * scale(expected))
 
 
 def assert_equal(actual, expected):
-    """Equal to the last bit: the same computation on the same machine."""
+    """Check that the results of the same computation on the same machine are bit-identical."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def assert_apart(actual, expected, by=1e-3):
-    """Somewhere different by more than this part of the largest value: far above what `assert_close` lets pass."""
+    """Check that some values differ by more than `by` times the largest value.
+
+    The default is far above the tolerance of `assert_close`.
+    """
     assert (actual - expected).abs().max() > by * scale(expected)
 
 

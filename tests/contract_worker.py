@@ -1,4 +1,4 @@
-"""The two processes of test_contract.py: sharded, copied and tensor-parallel models, each of which reads the same inputs."""
+"""The two processes of test_contract.py. They run sharded, copied, and tensor-parallel models on the same inputs."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ ENCODINGS = ("rope", "alibi", "sinusoidal")
 
 
 def gradient(model):
-    """Of the last parameter that reads the inputs, so that all that comes after it has its part in it."""
+    """The gradient of the last parameter that reads the inputs, so that all later parameters contribute to it."""
     ends = ("embed_tokens.weight", "shared.weight", "patch_embedding.weight", "patch_embeddings.projection.weight")
     return [parameter for name, parameter in model.named_parameters() if name.endswith(ends)][-1].grad
 
@@ -69,7 +69,7 @@ def main(argv):
             for encoding in ENCODINGS:
                 try:
                     found[name, host, encoding] = way(Subject(host, encoding), folder)
-                except Exception as error:  # the same in both processes
+                except Exception as error:  # both processes raise the same error
                     found[name, host, encoding] = f"{type(error).__name__}: {error}"
                 dist.barrier()
     if dist.get_rank() == 0:

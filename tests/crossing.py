@@ -1,6 +1,6 @@
-"""Saves patched models with what they compute, or loads them in a new process, with the package or without.
+"""Saves patched models with their outputs, or loads them in a new process, with or without the package.
 
-    python tests/crossing.py save | with | without FOLDER
+    python tests/crossing.py save | with | without DIRECTORY
 
 `tools/compat.py` runs it in environments with other versions of Transformers and torch.
 """
@@ -15,7 +15,7 @@ import torch
 
 AUTO = {"encoder": "AutoModelForMaskedLM", "decoder": "AutoModelForCausalLM", "encoder-decoder": "AutoModelForSeq2SeqLM"}
 OTHERS = ("modernbert", "gemma3", "mistral", "mpnet", "bart", "t5", "vit", "wav2vec2")
-"""Hosts with all ways to act in one composition; each encoding is on one of BERT, GPT-2 and Llama."""
+"""Architectures for a composition of all mechanisms. Each single encoding is in one of BERT, GPT-2, and Llama."""
 TOLERANCE = 1e-5
 
 
@@ -37,7 +37,7 @@ def save(folder):
 
 @torch.no_grad()
 def problem(path, trust):
-    """What is wrong with a model that was saved; empty if nothing is."""
+    """The problem with a saved model. Empty if there is none."""
     import transformers
 
     expected = torch.load(path / "expected.pt")

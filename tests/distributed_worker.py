@@ -1,7 +1,7 @@
 """The three processes of test_distributed.py.
 
-Two of them train and write checkpoints, then all three go on from these. One launch, since starting processes costs most.
-The model, the batch and the loop are imported by the test, too, which runs them in one process.
+Two of them train and write checkpoints. Then all three resume from the checkpoints. There is only one launch, because
+starting processes takes the most time. The test also imports the model, the batch, and the loop, and runs them in one process.
 """
 
 import json
@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from models import patched, tokens
 
 STEPS, SAVED = 5, 2
-"""How many steps there are, and after which a checkpoint is written."""
+"""The number of steps, and the step after which a checkpoint is written."""
 ROWS = 6
-"""Of the global batch: as many for each of 1, 2 or 3 processes."""
+"""The number of examples in the global batch, which 1, 2, or 3 processes can share equally."""
 
 
 def build(encoding: str) -> Any:
@@ -34,7 +34,10 @@ def build(encoding: str) -> Any:
 
 
 def batch(rank: int = 0, processes: int = 1) -> dict[str, torch.Tensor]:
-    """A process's rows, padded on both sides in turn. Each has as many labels, so means of means are the mean."""
+    """The examples of a process, padded alternately on the right and on the left.
+
+    All examples have the same number of labels, so the mean of the means is the overall mean.
+    """
     ids, labels = tokens(ROWS, 11), tokens(ROWS, 11, seed=1)
     mask = torch.ones_like(ids)
     mask[::2, -3:], mask[1::2, :3] = 0, 0
@@ -43,7 +46,7 @@ def batch(rank: int = 0, processes: int = 1) -> dict[str, torch.Tensor]:
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    # A key's bias has no gradient but rounding, which the usual eps would blow up to a step of its own.
+    # The gradient of a key's bias is only rounding error. With the default eps, that error would cause a full step.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
 
 
@@ -55,7 +58,7 @@ def train(
     group: dist.ProcessGroup | None = None,
     after: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Losses of the global batch, and the norm of each of the encoding's gradients, by step; ready for JSON."""
+    """Train, and return the losses of the global batch and the norms of the encoding's gradients, by step."""
     losses: list[float] = []
     gradients: dict[str, list[float]] = {}
     for step in steps:
@@ -87,7 +90,10 @@ def sharded(encoding: str, mesh: DeviceMesh) -> Any:
 
 
 def load(model: Any, folder: Path) -> Any:
-    """The optimizer of a checkpoint, whose weights are read into `model`, in as many processes as there are now."""
+    """The optimizer of a checkpoint, for the current number of processes.
+
+    The function also loads the weights of the checkpoint into `model`.
+    """
     optimizer = adamw(model)
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
@@ -135,5 +141,5 @@ def main(argv: list[str]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    # Threads of the smaller groups may still run, and now and then abort a process that ends by itself.
+    # Threads of the smaller groups may still run. They sometimes abort a process that exits normally.
     os._exit(0)

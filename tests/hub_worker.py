@@ -1,6 +1,7 @@
-"""What tests of the Hub do in processes of their own, which read the settings of the Hub when they import its client.
+"""The functions that tests of the Hub run in separate processes, because its client reads its settings on import.
 
-Nothing in these processes waits: `without_waiting` gives the client and hf_posenc a clock that only sleeps and silence advance.
+These processes never wait. `without_waiting` gives the client and hf_posenc a clock that only sleeps and missing responses
+advance.
 """
 
 import json
@@ -14,11 +15,11 @@ from pathlib import Path
 import torch
 
 PASSED = ContextVar("passed", default=None)
-"""A list of the seconds that a push has slept or waited for answers."""
+"""A list of the seconds that a push has slept or waited for responses."""
 
 
 class Clock:
-    """Stands for the module `time`, and for each push apart."""
+    """A replacement for the module `time`, with a separate time for each push."""
 
     time = staticmethod(time.time)
 
@@ -56,7 +57,7 @@ def told(error):
 
 
 def pushes(folder):
-    """What test_hub looks at."""
+    """Make the pushes that test_hub checks."""
     from huggingface_hub import HfApi, hf_hub_download
     from safetensors.torch import save_file
     from transformers import AutoModel, BertTokenizer, Trainer, TrainingArguments
@@ -163,7 +164,7 @@ def pushes(folder):
 
 
 def loads(folder):
-    """All that was pushed, as a card says, or by an Auto class; and what is refused."""
+    """Load each pushed model as its card says or with an Auto class, and record the errors of invalid loads."""
     from huggingface_hub import hf_hub_download
     from transformers import AutoModel, AutoTokenizer
 
@@ -223,7 +224,11 @@ PLACES = (
 
 
 def places(folder, bare, *chosen):
-    """Loads from PLACES, the chosen or all, give what was pushed; `bare`: where this package is not installed."""
+    """Check that loads from PLACES give the outputs of the pushed models.
+
+    bare: whether to hide this package.
+    chosen: the places to load. Empty for all.
+    """
     more = {}
     if bare:
         from bare import HIDDEN, hide
@@ -239,7 +244,7 @@ def places(folder, bare, *chosen):
     heads = {"masked": transformers.AutoModelForMaskedLM, "trained": transformers.AutoModelForSequenceClassification}
     for expected, name, arguments in PLACES:
         if chosen and f"{name}: {expected}" not in chosen or bare and "subfolder" in arguments:
-            continue  # Transformers takes code from the root alone
+            continue  # Transformers loads code only from the root
         model = heads.get(expected, transformers.AutoModel).from_pretrained(name, **arguments, **more)
         assert torch.equal(model(tokens)[0], outputs[expected]), (name, arguments)
     loaded = {name.partition(".")[0] for name in sys.modules}
@@ -247,7 +252,7 @@ def places(folder, bare, *chosen):
 
 
 def faults(folder):
-    """Pushes and loads of calls.json, twice each, with what was logged during the first."""
+    """Make each push and load of calls.json twice. Tags with its name enclose the log of the first."""
     import logging
 
     from huggingface_hub import logging as hub_logging
@@ -289,7 +294,7 @@ def faults(folder):
 
 
 def limits(folder, waiting):
-    """The pushes of calls.json at once, in threads, where a client of somebody else's stays without a limit."""
+    """Make the pushes of calls.json concurrently, in threads. The client of other code must keep its settings."""
     import copy
 
     from huggingface_hub import get_session

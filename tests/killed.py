@@ -1,7 +1,9 @@
-"""What a kill would leave of a folder that is written to: copies of it, made before each event of Python's audit log that names
-a path in it. Files lose what is in a killed process's buffers, and its locks, in a copy as well.
+"""Copies of a directory in each state in which a killed process could leave it.
 
-`main(FOLDER, EVERY, CASE…)` saves models over others, and prints for each case how often the copies gave what, as JSON.
+A copy is made before each Python audit event that names a path in the directory. As after a kill, a copy has no locks and lacks
+the data in the buffers of the process.
+
+`main(DIRECTORY, EVERY, CASE…)` saves models over others. For each case, it prints the number of copies by outcome, as JSON.
 """
 
 import json
@@ -34,7 +36,7 @@ _current = None
 def _watch(event, arguments):
     global _current
     if _current is not None:
-        watcher, _current = _current, None  # a copy makes events as well
+        watcher, _current = _current, None  # copying also causes events
         try:
             watcher(event, arguments)
         finally:
@@ -45,9 +47,12 @@ sys.addaudithook(_watch)
 
 
 def states(folder, act, every=True, inside=True):
-    """The copies of `folder` before the events of `act` and after it; unless `every`, the first and the last of each kind, by
-    the event and the folders and suffixes of its files. Without `inside`, of events that name the folder or an entry of it, and
-    no code, forty files and all alike."""
+    """The copies of `folder` before the events of `act`, and after it.
+
+    every: whether to return all copies. Otherwise, the result has the first and the last copy of each kind of event. The kind
+        is the event with the directories and suffixes of its files.
+    inside: whether to include events in subdirectories, and those of code. The code has 40 files that are written alike.
+    """
     global _current
     copies, kinds = folder.parent / "copies", []
     shutil.rmtree(copies, ignore_errors=True)

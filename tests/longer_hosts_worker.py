@@ -1,4 +1,4 @@
-"""The process in which `test_longer_hosts.py` loads extended models: stock ones first, without hf_posenc."""
+"""The process in which `test_longer_hosts.py` loads extended models. Original classes load first, without hf_posenc."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Uninitialised memory becomes NaN, so that code which reads it fails."""
+"""Sets uninitialized memory to NaN, so that code that reads it fails."""
 
 import torch
 from torch.utils._device import _device_constructors
@@ -6,7 +6,7 @@ from torch.utils._device import _device_constructors
 
 def poison_empty(setter=setattr):
     """Make torch.empty and torch.empty_like return NaN."""
-    # torch caches these constructors for `with torch.device("meta")`: it must see the real ones first.
+    # torch caches these constructors for `with torch.device("meta")`, so it must see the original ones first.
     _device_constructors()
     for name in ("empty", "empty_like"):
         setter(torch, name, _poisoned(getattr(torch, name)))

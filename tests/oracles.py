@@ -1,4 +1,4 @@
-"""Slow, obvious computations that tests compare with, and the padded inputs they compare on.
+"""Slow, simple reference implementations for tests, and their padded inputs.
 
 Shapes: B batch, L length, H heads, E head_dim, D vector size.
 """
@@ -25,14 +25,14 @@ def make(
     kind, hidden_size=16, heads=4, head_dim=8, *, seed=None, dtype=None,
     max_length=None, is_causal=False, groups=0, trained=7, axes=1, **options,
 ):  # fmt: skip
-    """An encoding by name, with its options. seed: that of parameters from N(0, 1)."""
+    """Build an encoding from its name and options. If `seed` is given, its parameters are drawn from N(0, 1)."""
     sizes = Geometry(hidden_size, heads, head_dim, max_length, is_causal, groups, trained, axes=axes)
     encoding = build(canonical({"type": kind, **options}), sizes)
     return (encoding if seed is None else drawn(encoding, seed)).to(dtype)
 
 
 def drawn(module, seed=0):
-    """A module with parameters from N(0, 1)."""
+    """Draw the parameters of a module from N(0, 1)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -45,16 +45,21 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def context_of(encoding, positions, keys=None, past=0, start=None, **more):
-    """The context of queries at `positions` `[B][Q]` behind `past` cached keys, whose positions rise by one from index `start`
-    on. keys: the positions of all keys `[B][K]` if they don't."""
+    """The context of queries at `positions` `[B][Q]` after `past` cached keys.
+
+    start: the index from which the positions of the keys increase by one.
+    keys: the positions of all keys `[B][K]`, if they don't increase by one.
+    """
     positions = torch.as_tensor(positions)
     start = past - positions[:, :1] if start is None else torch.as_tensor(start)
     return PositionContext(encoding, positions, past, start, keys if keys is None else torch.as_tensor(keys), **more)
 
 
 def turned(states, turn, layout="half", width=None):
-    """`[B, H, L, E]` in float64: each pair of the first `width` features as a point of the complex plane, times
-    `turn(b, h, i, pair)`."""
+    """The rotated states `[B, H, L, E]` in float64.
+
+    Each pair of the first `width` features is a complex number, and is multiplied by `turn(b, h, i, pair)`.
+    """
     out, width = states.double().clone(), width or states.shape[-1]
     for b, h, i in itertools.product(*map(range, states.shape[:3])):
         for pair in range(width // 2):
@@ -75,17 +80,20 @@ def padding_of(mask):
 
 
 def counted(mask):
-    """Positions `[B][L]` of real tokens counted one by one; of padding anything."""
+    """The positions `[B][L]` of tokens, with real tokens counted one by one. Those of padding are arbitrary."""
     return [[max(sum(row[: i + 1]) - 1, 0) for i in range(len(row))] for row in mask or [[1] * 11] * 2]
 
 
 def ids_of(host, mask=None):
-    """The same `[B, L]` in the host's own count. Given to a stock host, since most of them count left padding in."""
+    """The same positions as explicit `position_ids` `[B, L]` for an architecture.
+
+    Original models need them, because most of them count left padding.
+    """
     return torch.tensor(counted(mask)) + (HOSTS[host] if isinstance(host, str) else host).offset
 
 
 def sinusoids(positions, size):
-    """`[B, L, D]` by the paper's formula."""
+    """The sinusoids `[B, L, D]` by the formula of the paper."""
     return torch.tensor(
         [
             [
@@ -98,7 +106,7 @@ def sinusoids(positions, size):
 
 
 def without_positions(host, part=0.0, **changes):
-    """The stock model with its own position parameters multiplied by `part`."""
+    """The original model, with its position parameters multiplied by `part`."""
     model = stock(host, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -111,7 +119,7 @@ INJECT = ["every_layer", "after_attention"]
 
 
 def adding(model, host, inject, vectors):
-    """A stock model with hooks that add `vectors["now"]` in each layer."""
+    """The original model, with hooks that add `vectors["now"]` in each layer."""
 
     def before(module, args):
         return (args[0] + vectors["now"], *args[1:])
@@ -130,29 +138,29 @@ def adding(model, host, inject, vectors):
 
 
 def alibi(length):
-    """`[4, L, L]`: ALiBi's biases for the four heads of every host."""
+    """`[4, L, L]`: ALiBi's biases for the four heads of each model."""
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
     return -slopes[:, None, None] * (torch.arange(length)[None, :] - torch.arange(length)[:, None]).abs()
 
 
 def heads(states):
-    """`[B, L, D]` -> `[B, H, L, E]`, for the four heads of every host."""
+    """`[B, L, D]` -> `[B, H, L, E]`, for the four heads of each model."""
     return states.unflatten(-1, (4, -1)).transpose(1, 2)
 
 
 def gpt2_query_key(block, hidden):
-    """Queries and keys `[B, H, L, E]` of a layer of GPT-2, before positions."""
+    """The queries and keys `[B, H, L, E]` of a layer of GPT-2, before positions are applied."""
     query, key, _ = block.attn.c_attn(block.ln_1(hidden)).chunk(3, dim=-1)
     return heads(query), heads(key)
 
 
 def future(length):
-    """`[L, L]`: True where a decoder must not look."""
+    """`[L, L]`: True for the keys that a causal mask hides."""
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def in_pieces(model, ids, cuts, mask=None, cache=None):
-    """Outputs `[B, L, …]` of cached decoding, with one forward pass for the tokens between two of the cuts."""
+    """The outputs `[B, L, …]` of cached decoding, with one forward pass for the tokens between two cuts."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     pieces = []
     for start, stop in itertools.pairwise((0, *cuts, ids.shape[1])):
@@ -162,14 +170,14 @@ def in_pieces(model, ids, cuts, mask=None, cache=None):
 
 
 def gradients(model, loss):
-    """Name -> gradient, after a backward pass from `loss(model)`."""
+    """The gradients by parameter name, after a backward pass from `loss(model)`."""
     model.zero_grad()
     loss(model).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def checkpointed(model, loss, reentrant):
-    """The same with gradient checkpointing, of one of its two kinds."""
+    """The same gradients with gradient checkpointing, reentrant or not."""
     _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
@@ -177,7 +185,7 @@ def checkpointed(model, loss, reentrant):
 
 
 def padded(ids, lengths, side):
-    """Ids and mask in which row i holds its first lengths[i] tokens, with padding on the given side."""
+    """Ids and a mask. Row i holds its first `lengths[i]` tokens, with padding on the given side."""
     width = ids.shape[1] + 3
     out, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
     for row, length in enumerate(lengths):

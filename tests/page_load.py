@@ -1,4 +1,4 @@
-"""Load test of the explorer page: visitors who draw, measure, leave early, and send requests that exceed the limits.
+"""Load test of the explorer page. Visitors draw, measure, leave early, and send requests that exceed the limits.
 
 python tests/page_load.py --minutes 10 --visitors 10 --model PATH > scripts/results/page_load.txt
 """
@@ -33,12 +33,12 @@ if __name__ == "__main__":
 CAUSAL = "as usual of the encoding"
 TEXT = "The ship left the harbour before dawn, and nobody on the pier could say whether it would come back.\n"
 WAIT = 240
-"""Seconds that a visitor waits for an answer."""
+"""The seconds that a visitor waits for a response."""
 
 
 @dataclass
 class Counts:
-    """What happened. Threads add to it under a lock."""
+    """The responses, durations, and peak memory of a test. A lock protects them from concurrent updates."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     answers: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -52,7 +52,7 @@ class Counts:
 
 
 class Visitor:
-    """One session after another, until the end of the test. The kinds of requests are the methods in KINDS."""
+    """A visitor who opens one session after another until the test ends. KINDS lists the methods that make requests."""
 
     def __init__(self, address: str, model: str, counts: Counts, seed: int) -> None:
         self.client = httpx.Client(base_url=address, timeout=WAIT)
@@ -94,7 +94,7 @@ class Visitor:
         return self._answer("submit", name, "nothing", None, "", text, False)
 
     def leave(self) -> str:
-        """Ask, then close the connection without waiting for the answer."""
+        """Send a request, then close the connection without waiting for the response."""
         with self._ask("submit", self.model, "nothing", None, "", TEXT * 8, False) as stream:
             lines = stream.iter_lines()  # closes the connection when it is deleted
             next(lines)
@@ -102,7 +102,7 @@ class Visitor:
         return "left"
 
     def ask_and_forget(self) -> str:
-        """Ask without ever opening the connection for the answer."""
+        """Send a request without opening the connection for the response."""
         self._ask("load", None, False, 256, 1024, 16, CAUSAL)
         return "forgotten"
 
@@ -115,7 +115,7 @@ class Visitor:
         return self.random.choice(values)
 
     def _ask(self, event: str, *values: Any) -> Any:
-        """Join the queue; the connection for the answer, not opened yet."""
+        """Join the queue, and return the connection for the response, which is not open yet."""
         session = f"{self.name}_{self.number}"
         body = {"data": [*values], "fn_index": self.events[event], "session_hash": session}
         answer = self.client.post("/gradio_api/queue/join", json=body)
@@ -141,22 +141,24 @@ class Visitor:
 
 KINDS = dict(draw=40, draw_large=4, draw_beyond=4, measure=6, measure_beyond=8, leave=8, ask_and_forget=4, intrude=8)
 """The kinds of requests, and how frequent they are."""
-"""The kinds of requests, and how frequent they are."""
 
 
 def _problem(output: dict[str, Any]) -> str:
-    """The message that the page shows instead of a result: it is in the first component of each event."""
+    """The message that the page shows instead of a result. It is in the first component of each event."""
     values = output.get("data") or []
     first = values[0] if values else None
     if isinstance(first, dict) and first.get("visible") and first.get("value"):
         return str(first["value"])
-    if isinstance(first, list):  # the difference from the output before
+    if isinstance(first, list):  # the difference from the previous output
         return " ".join(str(each[2]) for each in first if each[1] == ["value"] and each[2])
     return ""
 
 
 def watch(server: psutil.Process, counts: Counts, stop: threading.Event) -> None:
-    """The largest memory of the server, of each of its children, and of all together: proportional shares of shared pages."""
+    """Record the peak memory of the server, of its largest child process, and of all processes together.
+
+    Each process counts its proportional share of shared pages.
+    """
     while not stop.wait(2):
         sizes = {}
         for process in [server, *server.children(recursive=True)]:
@@ -202,7 +204,7 @@ def main() -> None:
         threads[-1].join()
         for visitor in visitors:
             visitor.client.close()
-        time.sleep(10)  # longer than a visitor's absence is tolerated
+        time.sleep(10)  # longer than the server tolerates the absence of a visitor
         after = resources(server)
         running.kill()
         errors.seek(0)

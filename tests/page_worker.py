@@ -1,7 +1,7 @@
-"""What a page of the documentation says to run: its blocks of Python, and of commands; and a process that runs them.
+"""The code blocks of a documentation page, and a process that runs its Python blocks.
 
-`<!-- not run: why -->` before a block leaves it out. A block that begins with `# name.py` is that file, which is written and
-imported. All others share one namespace, from top to bottom.
+`<!-- not run: why -->` before a block excludes it. If a block begins with `# name.py`, it is written to that file and imported.
+All other blocks share one namespace, from top to bottom.
 """
 
 import importlib
@@ -20,7 +20,11 @@ FILE = re.compile(r"# (\w+)\.py\n")
 
 @dataclass(frozen=True)
 class Block:
-    """line: of its first line in the page, counted from 1. not_run: why not, else empty."""
+    """A code block of a page.
+
+    line: the number of its first line in the page, counted from 1.
+    not_run: why it doesn't run. Empty if it runs.
+    """
 
     language: str
     text: str
@@ -29,13 +33,13 @@ class Block:
 
     @property
     def module(self):
-        """The module that it is the file of, or an empty text."""
+        """The name of the module whose file the block is. Empty if it isn't a file."""
         match = FILE.match(self.text)
         return match[1] if match else ""
 
 
 def blocks(page):
-    """All blocks of a page; those of a notebook are its cells."""
+    """All blocks of a page. The blocks of a notebook are its code cells."""
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
         cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
@@ -49,7 +53,7 @@ def blocks(page):
 
 
 def main(page, folder):
-    """Run a page's Python in a folder. Tracebacks show its own lines."""
+    """Run the Python blocks of a page in a directory. Tracebacks show the lines of the page."""
     os.chdir(folder)
     os.environ["MPLBACKEND"] = "Agg"
     sys.path.insert(0, "")

@@ -1,4 +1,4 @@
-"""A new process that loads saved models: what it finds wrong with each."""
+"""A new process that loads saved models and lists the problems with each."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from memory import poison_empty
 
 @torch.no_grad()
 def problems(path):
-    """What is wrong with the models in a folder."""
+    """The names of all checks of the models in a directory, and whether they pass."""
     expected = torch.load(path / "expected.pt")
     WithHead, inputs = getattr(transformers, expected["auto"]), expected["inputs"]
     model, half = (WithHead.from_pretrained(path / "head", **more) for more in ({}, {"dtype": torch.bfloat16}))

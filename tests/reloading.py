@@ -1,4 +1,4 @@
-"""Patched models that one process saves, and another loads and compares."""
+"""Patched models that one process saves, and another process loads and compares."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ from conftest import run_python
 
 @torch.no_grad()
 def keep(folder, model, original, ids, short=None):
-    """Save a model, and what it and the original answer; the latter to `short` where `ids` are too long for it."""
+    """Save a model, with its outputs and those of the original model.
+
+    short: the inputs of the original model, if `ids` are too long for it.
+    """
     model.save_pretrained(folder)
     short = ids if short is None else short
     length = original.config.max_position_embeddings
@@ -19,7 +22,7 @@ def keep(folder, model, original, ids, short=None):
 
 
 def reload(root):
-    """Load all models that were kept in folders of `root` in a process of their own."""
+    """Load all models that `keep` saved in subdirectories of `root`, in a separate process."""
     assert run_python("import sys, reloading; reloading.compare(sys.argv[1])", root) == "right\n" * len([*Path(root).iterdir()])
 
 

@@ -1,4 +1,4 @@
-"""What tests of saved code do in processes of their own."""
+"""The functions that tests of saved code run in separate processes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 
 
 def pickled(folder):
-    """Pickles the models of a folder, loaded with their own code."""
+    """Pickle the models of a directory, after loading them with their saved code."""
     from transformers import AutoModel
 
     for name in json.loads(Path(folder, "cases.json").read_text()):
@@ -29,7 +29,10 @@ def unpickled(folder):
 
 
 def beside(folder):
-    """Loads models with their own code, then imports the package and loads others, and writes what was seen to said.json."""
+    """Load models with their saved code, then import the package and load other models.
+
+    The function writes its observations to said.json.
+    """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

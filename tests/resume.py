@@ -1,6 +1,6 @@
-"""Goes on with an interrupted run of tests.
+"""Resumes an interrupted run of tests.
 
-With RESUME_FILE set, the tests that pass are written there, and don't run again while no source has changed.
+If RESUME_FILE is set, the tests that pass are written to that file. They don't run again until a source changes.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ SOURCES = ("hf_posenc", "tests", "scripts", "experiments", "benchmarks", "tools"
 
 
 def digest():
-    """Of all sources."""
+    """The hash of all sources."""
     files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".json"))
     found = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
     for path in files:
@@ -23,7 +23,7 @@ def digest():
 
 
 class Resume:
-    """The plugin. The process that starts others reads and writes the file, and tells them what has passed."""
+    """The plugin. The controller process reads and writes the file, and sends the passed tests to the workers."""
 
     def __init__(self, config):
         self.is_controller = not hasattr(config, "workerinput")

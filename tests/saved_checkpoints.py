@@ -1,12 +1,13 @@
-"""Makes tests/saved: one tiny checkpoint of each kind, saved by this version of hf-posenc, and what its model computes.
+"""Writes tests/saved: one tiny checkpoint of each kind, saved by this version of hf-posenc, and the output of its model.
 
     python tests/saved_checkpoints.py --output_dir tests/saved
 
-Later versions must load them bit for bit (tests/test_saved.py), so existing folders are never written again: only kinds that
-have no folder are made. Weights are changed after they are made, so that no value is an initial one.
+Later versions must load them with bit-identical results (tests/test_saved.py). Therefore, the script never overwrites a
+directory, and creates only missing kinds. It changes weights after initialization, so that no value is an initial one.
 
-Each folder holds the checkpoint without its code and `expected.safetensors`: inputs, output, and the buffers that aren't in
-the weights. The code of the user's own encoding, with the copy of the library that was saved with it, is `own/code.zip`.
+Each directory holds the checkpoint without its code, and `expected.safetensors`. This file has the inputs, the output, and the
+buffers that aren't in the weights. `own/code.zip` has the code of the custom encoding, and the copy of the library that was
+saved with it.
 """
 
 import argparse
@@ -73,7 +74,7 @@ class Fading(hf_posenc.PositionEncoding, type="fading"):
 
 
 def stock(name: str, **sizes: Any) -> Any:
-    """A stock model of a class, made from sizes of its config."""
+    """An original model of a class, created with the given sizes."""
     cls = getattr(transformers, name)
     return cls(cls.config_class(**sizes))
 
@@ -112,7 +113,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def inputs_of(model: Any) -> dict[str, Tensor]:
-    """Padded on the right, where a model takes masks."""
+    """The inputs of a model, padded on the right if the model takes masks."""
     names = inspect.signature(type(model).forward).parameters
     ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10], [10, 9, 8, 7, 6, 0, 0, 0]])
     mask = (ids != 0).long()
@@ -129,7 +130,7 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
 
 
 def output_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The first output of a model that isn't its loss; of a layer, its result."""
+    """The first output of a model, or the output of a layer."""
     with torch.no_grad():
         output = model.eval()(**inputs)
     return output if isinstance(output, Tensor) else output.to_tuple()[0]

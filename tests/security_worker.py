@@ -1,4 +1,4 @@
-"""Loads checkpoints of strangers in a process of its own, and notes every file that it opens and every code that runs."""
+"""Loads untrusted checkpoints in a separate process, and records every file that it opens and any code that runs."""
 
 import json
 import os

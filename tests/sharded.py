@@ -1,4 +1,4 @@
-"""train_mlm.py under Accelerate's FSDP2 on CPUs, which Accelerate allows on GPUs only: its plugin is set by hand here."""
+"""Runs train_mlm.py with FSDP2 on CPUs. Accelerate allows FSDP2 only on GPUs, so this module sets its plugin explicitly."""
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState

@@ -1,4 +1,4 @@
-"""What tests of stored tables do in processes of their own."""
+"""The functions that tests of stored position embeddings run in separate processes."""
 
 import json
 import os
@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 ROWS, WIDTH = 1_000_000, 1024
-"""Of a large table."""
+"""The size of large position embeddings."""
 
 
 def seen(folder):
-    """Models that were saved elsewhere are bit-equal, and a load in another dtype leaves their tables as they are."""
+    """Check that models from another process give bit-identical outputs.
+
+    Loading in another dtype doesn't change their position embeddings.
+    """
     from transformers import AutoModel, AutoModelForMaskedLM
 
     import hf_posenc  # noqa: F401
@@ -34,7 +37,7 @@ def seen(folder):
 
 
 def forked(file):
-    """A mapped table is read in a fork."""
+    """Check that a forked process can read memory-mapped position embeddings."""
     from safetensors.torch import load_file
 
     import hf_posenc
@@ -49,7 +52,7 @@ def forked(file):
 
 
 def sparse(path, name, written, beside=()):
-    """A file whose rows are zeros that take no disk, but for those written."""
+    """Write a file whose rows are zeros that take no disk space, except for those in `written`."""
     size = ROWS * WIDTH * 4
     header = {name: {"dtype": "F32", "shape": [ROWS, WIDTH], "data_offsets": [0, size]}}
     header |= {other: {"dtype": "F32", "shape": [], "data_offsets": [size, size + 4]} for other in beside}
@@ -64,7 +67,7 @@ def sparse(path, name, written, beside=()):
 
 
 def held(what):
-    """MiB of this process, as Linux tells it."""
+    """The memory of this process in MiB, as Linux reports it."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(what + ":")[2].split()[0]) / 1024
 
@@ -76,7 +79,7 @@ def highest(anew=False):
 
 
 def large(folder):
-    """Prints the MiB and the seconds that a table of 4 GB takes: new, loaded, saved, refused."""
+    """Print the MiB and the seconds that position embeddings of 4 GB take when new, loaded, saved, or rejected."""
     import safetensors.torch
     import transformers
     from transformers import AutoModel
@@ -115,7 +118,7 @@ def large(folder):
 
     def save_file(*args, **options):
         safetensors.torch.save_file(*args, **options)
-        held_at.append(held("RssAnon"))  # without the file's own pages, which the system drops when it needs memory
+        held_at.append(held("RssAnon"))  # without the pages of the file, which the system drops when it needs memory
 
     transformers.modeling_utils.safe_save_file = save_file
     start = held("RssAnon")

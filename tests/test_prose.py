@@ -150,7 +150,7 @@ def message(node):
 
 
 def messages():
-    """Every error and warning that the package raises with a text of its own: file, class, and text."""
+    """Every error and warning that the package raises with a message: file, class, and text."""
     for path in sorted((ROOT / "hf_posenc").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and node.args:
@@ -183,6 +183,23 @@ def test_terms_in_messages():
         said = re.sub(r"\{[^}]*\}|'[^']*'|`[^`]*`", " ", text)
         if match := BANNED_TERM.search(said):
             wrong[text] = match[0]
+    assert not wrong, "use the standard term"
+
+
+COMMENT = re.compile(r"(?:^|\s)# (.*)$", re.MULTILINE)
+SOURCES = ("hf_posenc", "benchmarks", "experiments", "scripts", "tools", "tests")
+
+
+@pytest.mark.parametrize("folder", SOURCES)
+def test_terms_in_docstrings_and_comments(folder):
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        statements = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+        texts = [node.value for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        for text in (*texts, *COMMENT.findall(source)):
+            if match := BANNED_TERM.search(re.sub(r"`[^`]*`", " ", text)):
+                wrong.append(f"{path.relative_to(ROOT)}: {match[0]}")
     assert not wrong, "use the standard term"
 
 

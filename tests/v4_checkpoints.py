@@ -1,11 +1,11 @@
-"""Makes tests/v4: tiny checkpoints with relative positions, saved by Transformers 4.57, and what they compute there.
+"""Writes tests/v4: tiny checkpoints with relative positions, saved by Transformers 4.57, and their outputs in that version.
 
     python tests/v4_checkpoints.py --output_dir tests/v4
 
-Runs itself in a second environment with that version of Transformers, which is made if it is missing. For each family of
-models it writes the folder of one checkpoint, whose weights serve relative_key and relative_key_query, and
-`expected.safetensors`: inputs, and by kind the outputs and the gradients of all parameters, one after the other in the order
-of its metadata.
+The script runs itself in a second environment with that version of Transformers, which it creates if it is missing. For each
+model family, it writes one checkpoint, whose weights serve relative_key and relative_key_query, and `expected.safetensors`.
+This file has the inputs. For each kind, it also has the outputs and the gradients of all parameters. The gradients are
+concatenated in the order that its metadata gives.
 
 Shapes: B batch, L tokens, D hidden_size, V vocabulary, E head_dim.
 """
@@ -39,7 +39,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 LONGER = {"max_position_embeddings": LENGTH + 1}
-"""For families that count positions from pad_token_id + 1 on."""
+"""The changes for families that count positions from pad_token_id + 1."""
 DECODER = {"is_decoder": True, "add_cross_attention": True}
 SMALL = {"pronunciation_vocab_size": 2, "shape_vocab_size": 2, "pronunciation_embed_dim": 2, "shape_embed_dim": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", {}),
     "bert-decoder": ("BertLMHeadModel", DECODER),
     "bert-generation": ("BertGenerationDecoder", {"is_decoder": True}),
-    "bros": ("BrosModel", {"hidden_size": 64, "num_hidden_layers": 1}),  # less has no sinusoids of boxes
+    "bros": ("BrosModel", {"hidden_size": 64, "num_hidden_layers": 1}),  # smaller sizes have no sinusoids of boxes
     "camembert": ("CamembertForMaskedLM", LONGER),
     "data2vec-text": ("Data2VecTextForMaskedLM", LONGER),
     "dpr": ("DPRQuestionEncoder", {}),
@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", LONGER),
     "xmod": ("XmodForMaskedLM", {**LONGER, "languages": ["en_XX"], "default_language": "en_XX"}),
 }
-"""Folder -> the class of its model and what its config has beside SIZES."""
+"""Directory -> the class of its model, and the config values that are added to SIZES."""
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def compare(output_dir: Path) -> None:
-    """Prints how far the outputs are from v4's as Transformers 5 loads the checkpoints, and as hf_posenc does."""
+    """Print the differences from v4's outputs if Transformers 5 loads the checkpoints, and if hf_posenc loads them."""
     import hf_posenc  # needs Transformers 5
 
     transformers.logging.set_verbosity_error()
@@ -120,7 +120,7 @@ def differing(model: Any, inputs: dict[str, Tensor], expected: Tensor) -> float:
 
 
 def write(folder: Path, cls: str, changes: dict[str, Any]) -> None:
-    """One checkpoint with what it computes; prints a line on each kind."""
+    """Write a checkpoint with its outputs and gradients, and print a line for each kind."""
     shutil.rmtree(folder, ignore_errors=True)
     state, expected, names = None, {}, ""
     for kind in KINDS:
@@ -151,10 +151,10 @@ def write(folder: Path, cls: str, changes: dict[str, Any]) -> None:
 
 
 def build(cls: str, changes: dict[str, Any], kind: str) -> Any:
-    """A model in which every parameter has a value that acts."""
+    """A model in which the value of every parameter affects the output."""
     host: Any = getattr(transformers, cls)
     config = host.config_class(**{**SIZES, **changes}, position_embedding_type=kind)
-    config._attn_implementation = "eager"  # the others ignore relative positions, or fall back to this
+    config._attn_implementation = "eager"  # the others ignore relative positions or fall back to eager
     model = host(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def build(cls: str, changes: dict[str, Any], kind: str) -> Any:
 
 
 def reading(model: Any) -> dict[str, Tensor]:
-    """Three rows of L tokens: as long as can be, padded on the right, and padded on the left."""
+    """Three examples of L tokens: one of maximum length, one padded on the right, and one padded on the left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, VOCABULARY, (3, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -174,7 +174,7 @@ def reading(model: Any) -> dict[str, Tensor]:
     if model.config.model_type not in (
         "bert-generation",
         "dpr",
-    ):  # absolute positions count the padding; the first token is the output
+    ):  # absolute positions count padding, or the first token is the output
         mask[2, :4] = 0
     ids = ids * mask
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -186,22 +186,22 @@ def reading(model: Any) -> dict[str, Tensor]:
 
 
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The first output, zero where there is padding: `[B, L, V]`, `[B, L, D]`, or a pooled `[B, D]`."""
+    """The first output, with zeros at padding: `[B, L, V]`, `[B, L, D]`, or a pooled `[B, D]`."""
     more = {"use_cache": False} if getattr(model.config, "is_decoder", False) else {}
     output = model(**inputs, **more)[0]
     return output * inputs["attention_mask"][..., None] if output.ndim == 3 else output
 
 
 def cotangent(output: Tensor) -> Tensor:
-    """Numbers by which an output is weighed for the gradients."""
+    """The weights of an output in the sum whose gradients are computed."""
     return torch.arange(output.numel()).mul(0.7).cos().view_as(output)
 
 
 @torch.no_grad()
 def cached(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The first row's output, token by token with a cache, and all at once with an empty one.
+    """The outputs of the first example with a cache, token by token, and in a single forward pass with an empty cache.
 
-    The latter is wrong in 4.57, which takes every query of a forward pass with a cache for the last one.
+    The latter is wrong in 4.57, which treats every query of a forward pass with a cache as the last one.
     """
     row = {name: value[:1] for name, value in inputs.items() if name != "attention_mask"}
     ids, past, steps = row.pop("input_ids"), None, []
@@ -214,7 +214,7 @@ def cached(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def without_tables(model: Any, inputs: dict[str, Tensor], output: Tensor) -> float:
-    """How far the output is off where the vectors of distances are zero, as they are ignored in Transformers 5."""
+    """The change of the output if the distance embeddings are zero. Transformers 5 ignores these embeddings."""
     tables = [each for name, each in model.named_parameters() if "distance_embedding" in name]
     kept = [table.clone() for table in tables]
     for table in tables:

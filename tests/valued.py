@@ -1,4 +1,4 @@
-"""Encodings of a user's own whose values are made in `__init__`, in the ways that torch's modules are written."""
+"""Custom encodings that create values in `__init__`, in the ways that are usual for torch modules."""
 
 import numpy
 import torch
@@ -8,7 +8,7 @@ import hf_posenc
 
 
 class Buffers(hf_posenc.PositionEncoding, type="test-buffers"):
-    """Values in a saved buffer, in one that isn't saved, in a plain tensor and in numbers read from tensors."""
+    """Values in a saved buffer, an unsaved buffer, plain tensors, and a number read from a tensor."""
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)
@@ -24,7 +24,7 @@ class Buffers(hf_posenc.PositionEncoding, type="test-buffers"):
 
 
 class Parameters(hf_posenc.PositionEncoding, type="test-parameters"):
-    """Values in a parameter, and random ones."""
+    """Values in a parameter, and random values."""
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)
@@ -36,7 +36,7 @@ class Parameters(hf_posenc.PositionEncoding, type="test-parameters"):
 
 
 class Modules(hf_posenc.PositionEncoding, type="test-modules"):
-    """Modules of torch, as they initialise themselves, in each layer."""
+    """Modules of torch with their default initialization, in each layer."""
 
     per_layer = True
 
@@ -67,7 +67,7 @@ class Overwritten(hf_posenc.PositionEncoding, type="test-overwritten"):
 
 
 class Filled(hf_posenc.PositionEncoding, type="test-filled"):
-    """Memory which `__init__` leaves uninitialised, and `reset_parameters` fills."""
+    """Memory that `__init__` leaves uninitialized, and `reset_parameters` fills."""
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)
@@ -81,7 +81,7 @@ class Filled(hf_posenc.PositionEncoding, type="test-filled"):
 
 
 class Nested(hf_posenc.PositionEncoding, type="test-nested"):
-    """Values that aren't saved, in a module within."""
+    """Unsaved values in a submodule."""
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)
@@ -94,7 +94,10 @@ class Nested(hf_posenc.PositionEncoding, type="test-nested"):
 
 
 class Others(hf_posenc.PositionEncoding, type="test-others"):
-    """What users write less often: a frozen parameter, a dict of them, halves, NumPy's arrays, a filled table, a list."""
+    """Less common values.
+
+    They are in a frozen parameter, a dict of parameters, half precision, a NumPy array, a filled embedding, and a list.
+    """
 
     def __init__(self, geometry, **options):
         super().__init__(geometry, **options)

@@ -160,7 +160,7 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
 def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
-    if method == WINDOWS or (spec.windows is not None and method is None and max_length is not None):
+    if max_length is not None and (method == WINDOWS or (spec.windows is not None and method is None)):
         return _in_windows(model, max_length, method, settings)
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)

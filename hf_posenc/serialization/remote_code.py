@@ -174,7 +174,7 @@ def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
     message = f"{package}.{{name}} is not saved with a model."
     lines += [
         f"\n__all__ = {sorted(owners)}\n",
-        "\n\ndef __getattr__(name):\n    # Not AttributeError, from which `from … import …` makes a message of its own.\n",
+        "\n\ndef __getattr__(name):\n    # Not AttributeError, which `from … import …` replaces with its own message.\n",
         f'    raise (AttributeError if name.startswith("__") else ImportError)(f"{message}")\n',
     ]
     return "".join(lines), [*owners.values(), *modules]

@@ -23,7 +23,7 @@ class Verdict:
     """The verdict on a model type.
 
     kind: the model type.
-    folder: its modeling directory.
+    `folder`: its modeling directory.
     part: the submodel that was patched, if it is a composite model.
     source: the positions of the original model. Empty for an unsupported model.
     encodings: those of `checks.ENCODINGS` that it supports.
