@@ -11,11 +11,11 @@ from experiments.length_extrapolation.tasks import ALL
 from hf_posenc.serialization.atomic import atomic_file
 
 FAMILIES = {
-    "embed": "vectors added to the input",
-    "rotate": "queries and keys rotated or scaled",
-    "distance_bias": "bias by distance",
-    "score_bias": "bias by content or position",
-    "several": "several together",
+    "embed": "additive",
+    "rotate": "rotation, scaling",
+    "distance_bias": "distance bias",
+    "score_bias": "content-dependent or absolute bias",
+    "several": "compositions",
 }
 """Mechanism -> heading of a column of panels."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#555500", "#000000")
