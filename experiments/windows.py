@@ -13,8 +13,8 @@ upper K           windows in the lower layers; the upper K layers see all tokens
 upper K, logn     the same, with queries times log n / log 512
 relative          `convert(model, "relative")`: calibrated, not trained
 
-Then the forward pass of one input is timed and compared with full attention. The whole takes half an hour on one CPU core. Corpora
-that the record has aren't measured again.
+Then the forward pass of one input is timed and compared with full attention. The whole takes half an hour on one CPU core.
+Corpora that the record has aren't measured again.
 """
 
 import argparse
