@@ -170,7 +170,7 @@ def _retrieval(
     if chunks is not None and chunks >= lengths[-1]:
         out.message(f"No length is above --chunks {chunks}, so the documents are not divided into chunks of this size.")
     found = model_comparison.compare_models(embedders, pairs, lengths, chunks)
-    out.result(comparison(found.rows, f"{about}: MRR (and the improvement over the first method)"))
+    out.result(comparison(found.rows, f"{about}: MRR (and the improvement over the first method)", [*models]))
     _say(out, found.verdict)
     rows = {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.rows.items()}
     return {"questions": about, "rows": rows, "verdict": _plain(found.verdict)}
@@ -305,7 +305,8 @@ def _buckets(found: "Classification") -> "Table":
     from hf_posenc.evaluation.metrics import UNCORRECTED
 
     about = "accuracy, macro-F1 (and the difference in accuracy from the first model) by number of tokens"
-    table = Table("model", title=about, caption=UNCORRECTED)
+    table = Table(title=about, caption=UNCORRECTED)
+    table.add_column("model", overflow="fold")
     for each in found.buckets:
         where = f"more than {each.above}" if each.up_to is None else f"{each.above + 1} to {each.up_to}"
         table.add_column(f"{where} ({each.texts} texts)", justify="right")

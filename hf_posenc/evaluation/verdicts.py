@@ -47,11 +47,11 @@ def verdict(
         said.append("It is the baseline.")
     else:
         text, better = paired(best, first)
-        said.append(f"Compared with the baseline {first!r}: {text}, a{'' if better else 'n in'}significant difference.")
+        said.append(f"Its difference from the baseline {first!r} is {'' if better else 'not '}significant ({text}).")
     level = tuple(name for name in shown if name != best and not paired(best, name)[1])
     cheapest = None
     if level:
-        said.append(f"The data don't distinguish it from {_listed(level)}.")
+        said.append(f"These texts don't distinguish it from {_listed(level)}.")
     elif len(shown) > 2:
         said.append("It differs significantly from every other method.")
     if vectors is not None:
