@@ -116,6 +116,14 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
     return _report(whole if submodel is None else detection.submodel(whole, submodel))
 
 
+def supported_length(model: PreTrainedModel) -> int | None:
+    """The maximum length of a model in tokens. None: no limit, or hf-posenc doesn't support the model."""
+    try:
+        return inspect(model).max_length
+    except UnsupportedModelError:
+        return None
+
+
 def _report(model: PreTrainedModel) -> Report:
     config = model.config
     if isinstance(model, PositionEmbedding):

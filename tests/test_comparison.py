@@ -76,7 +76,7 @@ def test_a_command(folder, tmp_path, launch, monkeypatch):
     assert not torch.equal(made.get_parameter(body), expected.get_parameter(body))
     words = re.sub(r"[\s│]+", " ", said)
     assert "calibrated on: 24 texts of up to 24 tokens" in words and "8 held-out texts" in words
-    assert f"40 questions: a sentence from behind its first {LENGTH} tokens finds its text" in words
+    assert f"40 questions: a sentence from beyond its first {LENGTH} tokens finds its text" in words
     ways = ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated", "trained")
     assert all(f" {way} " in words for way in ways)
     assert "128 tokens" in said and re.search(r"At 128 .*\(MRR [+-]0\.\d{3} \[", words)

@@ -1,20 +1,38 @@
 """`hf-posenc eval` and `hf-posenc bench`: their measurements and errors."""
 
+import copy
 import json
+import math
+import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BertTokenizer
+from sklearn.metrics import f1_score
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertTokenizer,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import diagnostics
 from hf_posenc.cli import app
-from hf_posenc.evaluation import metrics, throughput
-from hf_posenc.evaluation.retrieval import Embedder, cut
+from hf_posenc.evaluation import classification, metrics, passkeys, throughput, verdicts
+from hf_posenc.evaluation.retrieval import Embedder, chunk, cut
 from models import stock
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
+CLASSES = ["water", "earth", "7"]
+T2 = 4.302652729911275
+"""The 97.5% quantile of Student's t with 2 degrees of freedom."""
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +41,19 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS]))
     masked = stock("bert", "ForMaskedLM")
+    classes = stock("bert", "ForSequenceClassification", seed=5, num_labels=3)
+    classes.config.label2id = {name: i for i, name in enumerate(CLASSES)}
+    classes.config.id2label = dict(enumerate(CLASSES))
     models = {
         "short": masked,
         "endless": hf_posenc.patch(masked, "alibi"),
+        "endless-t5": hf_posenc.patch(masked, "t5"),
         "embeds": stock("bert"),
         "embeds-endless": hf_posenc.patch(stock("bert"), "alibi"),
+        "embeds-windows": hf_posenc.extend(stock("bert"), 62, "windows"),
+        "classes": classes,
+        "classes-endless": hf_posenc.patch(classes, "alibi"),
+        "scores": stock("bert", "ForSequenceClassification", num_labels=1),
     }
     for name, model in models.items():
         model.save_pretrained(path / name)
@@ -38,7 +64,37 @@ def folder(tmp_path_factory):
     (path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     questions = [{"query": " ".join(row[:6]), "document": text} for row, text in zip(drawn, texts, strict=True)]
     (path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    labels = [("water", 0), ("earth", 1), ("7", 7)]  # a label is the name of a class, or else its ID
+    rows = [{"text": " ".join(row[: 5 + 2 * i]), "label": labels[i % 3][i % 2]} for i, row in enumerate(drawn)]
+    (path / "labeled.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (path / "odd.jsonl").write_text("\n".join(json.dumps({**row, "kind": "fire", "none": None}) for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """Tiny decoders of 100 tokens, or of any number, that mostly predict digits; texts of 60, 150, and 240 words."""
+    path, tokenizers = tmp_path_factory.mktemp("causal"), {}
+    told = passkeys.TASK + passkeys.FILLER + passkeys.FACT + passkeys.QUESTION
+    for size in (400, 300):
+        learned, alphabet = Tokenizer(BPE()), pre_tokenizers.ByteLevel.alphabet()
+        learned.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+        how = {"initial_alphabet": alphabet, "special_tokens": ["<end>"], "show_progress": False}
+        learned.train_from_iterator([" " + " ".join(WORDS), told], trainers.BpeTrainer(vocab_size=size, **how))
+        tokenizers[size] = PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<end>")
+    model = stock("llama", "ForCausalLM", vocab_size=400, max_position_embeddings=100, pad_token_id=None)
+    digits = tokenizers[400].convert_tokens_to_ids([*"123456789"])
+    with torch.no_grad():
+        model.lm_head.weight[[i for i in range(400) if i not in digits]] *= 0.1
+    models = {"short": model, "endless": hf_posenc.patch(model, "alibi"), "foreign": model}
+    for name, each in models.items():
+        each.save_pretrained(path / name)
+        tokenizers[300 if name == "foreign" else 400].save_pretrained(path / name)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[WORDS[i] for i in torch.randint(len(WORDS), (60 + 90 * n,), generator=generator)] for n in range(3)]
+    texts = ["".join(f" {word}" for word in row) for row in drawn]
+    (path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "a"]))
+    return SimpleNamespace(path=path, models=models, texts=texts, tokenizer=tokenizers[400])
 
 
 def run(folder, *words, code=0):
@@ -47,17 +103,26 @@ def run(folder, *words, code=0):
     return done.stderr if code else done.stdout
 
 
-def test_language_models_by_their_loss(folder):
+def test_masked_language_models_by_their_loss(folder):
     given = ["--texts", "texts.jsonl", "--length", "40", "--length", "60", "--count", "3"]
-    found = json.loads(run(folder, "eval", "endless", *given, "--json"))
+    found = json.loads(run(folder, "eval", "endless", "endless-t5", *given, "--json"))
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()][:3]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "endless")
-    model = hf_posenc.patch(stock("bert", "ForMaskedLM"), "alibi")
-    curve = diagnostics.length_curve(model, texts, tokenizer=tokenizer, lengths=[40, 60])
-    assert found["endless"]["lengths"] == [40, 60] and found["endless"]["measure"] == "masked loss"
-    assert found["endless"]["mean"] == pytest.approx(curve.mean, rel=1e-5)
-    assert "40 tokens" in run(folder, "eval", "endless", *given)
-    assert json.loads(run(folder, "eval", "short", "endless", *given, "--json")) == found
+    tokenizer, curves = AutoTokenizer.from_pretrained(folder / "endless"), []
+    for name in ("endless", "endless-t5"):
+        model = AutoModelForMaskedLM.from_pretrained(folder / name)
+        curves.append(diagnostics.length_curve(model, texts, tokenizer=tokenizer, lengths=[40, 60]))
+    assert found["measure"] == "masked loss" and found["texts"] == 3
+    for place, tokens in enumerate(("40", "60")):
+        rows, (own, other) = found["rows"][tokens], (curve.by_text[:, place].numpy() for curve in curves)
+        assert rows["endless"]["loss"] == pytest.approx(own.mean(), rel=1e-5) and rows["endless"]["difference"] is None
+        half = T2 * own.std(ddof=1) / 3**0.5
+        assert rows["endless"]["interval"] == pytest.approx([own.mean() - half, own.mean() + half], rel=1e-4)
+        gap, half = (other - own).mean(), T2 * (other - own).std(ddof=1) / 3**0.5
+        assert rows["endless-t5"]["difference"]["value"] == pytest.approx(gap, abs=1e-5)
+        assert rows["endless-t5"]["difference"]["interval"] == pytest.approx([gap - half, gap + half], abs=1e-4)
+    assert found["verdict"]["best"] == ("endless" if own.mean() < other.mean() else "endless-t5")
+    said = run(folder, "eval", "short", "endless", *given)
+    assert "40 tokens" in said and "short supports none of these lengths" in said
     assert "Error: No model supports 40 tokens" in run(folder, "eval", "short", *given, code=1)
 
 
@@ -80,18 +145,244 @@ def test_others_by_retrieval(folder):
     assert "24 of your queries" in run(folder, *given, "--length", "16")
 
 
+@torch.no_grad()
+def vector(model, tokenizer, text):
+    """The mean of the hidden states of one text."""
+    mean = model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0].double().mean(0)
+    return mean / mean.norm()
+
+
+def mean_reciprocal_rank(scores):
+    """Of similarities by query; query i belongs to document i. Ties are in random order."""
+    found = []
+    for i, row in enumerate(scores):
+        above = sum(other > row[i] + metrics.TIE for other in row)
+        level = sum(abs(other - row[i]) <= metrics.TIE for other in row)
+        found.append(sum(1 / (above + place) for place in range(1, level + 1)) / level)
+    return sum(found) / len(found)
+
+
+def test_chunks_of_models_that_read_whole_documents(folder):
+    names = ["embeds-windows", "embeds-endless"]
+    given = ["eval", *names, "--texts", "texts.jsonl", "--queries", "questions.jsonl", "--chunks", "20"]
+    found = json.loads(run(folder, *given, "--length", "20", "--length", "62", "--json"))
+    assert [*found["rows"]["20"]] == names
+    ways = [[name, f"{name}, chunked by 20, mean", f"{name}, chunked by 20, max"] for name in names]
+    assert [*found["rows"]["62"]] == [way for each in ways for way in each]
+    rows = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+    tokenizer, expected, amounts = AutoTokenizer.from_pretrained(folder / "embeds"), {}, {}
+    for name, (whole, mean, best) in zip(names, ways, strict=True):
+        model = AutoModel.from_pretrained(folder / name)
+        asked = [vector(model, tokenizer, row["query"]) for row in rows]
+        documents = [cut(tokenizer, row["document"], 62) for row in rows]
+        pieces = [[vector(model, tokenizer, piece) for piece in chunk(tokenizer, text, 20)] for text in documents]
+        means = [sum(each) / sum(each).norm() for each in pieces]
+        wholes = [vector(model, tokenizer, text) for text in documents]
+        expected[whole] = mean_reciprocal_rank([[(a @ b).item() for b in wholes] for a in asked])
+        expected[mean] = mean_reciprocal_rank([[(a @ b).item() for b in means] for a in asked])
+        expected[best] = mean_reciprocal_rank([[max((a @ b).item() for b in each) for each in pieces] for a in asked])
+        amounts |= {whole: 1, mean: 1, best: sum(map(len, pieces)) / len(pieces)}
+    actual = {way: row["score"]["mrr"] for way, row in found["rows"]["62"].items()}
+    assert actual == pytest.approx(expected, abs=0.01)
+    assert {way: row["vectors"] for way, row in found["rows"]["62"].items()} == amounts and amounts[ways[0][2]] >= 3
+    verdict, best = found["verdict"], max(actual, key=actual.get)
+    assert (verdict["best"], verdict["baseline"]) == (best, names[0])
+    assert verdict["cheapest"] in (best, *verdict["undistinguished"]) and amounts[verdict["cheapest"]] == 1
+    said = re.sub(r"\s+", " ", run(folder, *given, "--length", "62"))
+    assert f"At 62 tokens, '{best}' has the best MRR ({actual[best]:.3f})." in said
+
+
+@torch.no_grad()
+def negative_log_likelihood(model, ids, window):
+    """The mean over tokens, each in the first window that has it. Windows start every half window."""
+    found, start = [], 0
+    while len(found) < len(ids) - 1:
+        logits = model(torch.tensor([ids[start : start + window]])).logits[0]
+        for place in range(len(found) + 1, min(start + window, len(ids))):
+            found.append(-logits[place - start - 1].log_softmax(-1)[ids[place]].item())
+        start += window // 2
+    return sum(found) / len(found)
+
+
+def test_causal_language_models_by_perplexity(causal):
+    given = ["--texts", "texts.jsonl", "--length", "64", "--length", "200"]
+    found = json.loads(run(causal.path, "eval", "short", "endless", *given, "--json"))
+    assert found["measure"] == "perplexity" and found["texts"] == 3 and "passkeys" not in found
+    assert {tokens: by["short"]["window"] for tokens, by in found["rows"].items()} == {"64": 64, "200": 100}
+    for tokens, windows in {"64": (64, 64), "200": (100, 200)}.items():
+        own, other = (
+            np.array(
+                [
+                    negative_log_likelihood(
+                        copy.deepcopy(causal.models[name]).double(), causal.tokenizer(text)["input_ids"][:200], window
+                    )
+                    for text in causal.texts
+                ]
+            )
+            for name, window in zip(("short", "endless"), windows, strict=True)
+        )
+        rows = found["rows"][tokens]
+        assert rows["short"]["perplexity"] == pytest.approx(math.exp(own.mean()), rel=1e-4) and rows["short"]["ratio"] == 1
+        assert rows["endless"]["perplexity"] == pytest.approx(math.exp(other.mean()), rel=1e-4)
+        gap, half = (other - own).mean(), T2 * (other - own).std(ddof=1) / 3**0.5
+        assert rows["endless"]["ratio"] == pytest.approx(math.exp(gap), rel=1e-4)
+        assert rows["endless"]["ratio_interval"] == pytest.approx([math.exp(gap - half), math.exp(gap + half)], rel=1e-3)
+    best, worse = ("short", "endless") if own.mean() < other.mean() else ("endless", "short")
+    assert found["verdict"]["best"] == best
+    assert found["verdict"]["undistinguished"] == ([] if abs(gap) > half else [worse])
+    said = re.sub(r"\s+", " ", run(causal.path, "eval", "short", "endless", *given))
+    assert "windows of 100" in said and "1 texts of fewer than 2 tokens are omitted" in said
+    assert "No model supports 200 tokens" in run(causal.path, "eval", "short", *given)
+
+
+def test_passkeys_by_greedy_decoding(causal, monkeypatch):
+    monkeypatch.setattr(passkeys, "DIGITS", 1)  # so that a random model finds some
+    least = passkeys.least_length(causal.tokenizer)
+    assert 40 < least < 95
+    given = ["--texts", "texts.jsonl", "--passkey", "--keys", "5", *(f"--length={n}" for n in (least - 1, least + 11, 130))]
+    found = json.loads(run(causal.path, "eval", "short", "endless", *given, "--json"))["passkeys"]
+    assert {tokens: [*by] for tokens, by in found.items()} == {str(least + 11): ["short", "endless"], "130": ["endless"]}
+    for tokens, by in found.items():
+        hits = {name: [] for name in by}
+        for name, row in by.items():
+            for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+                for each in passkeys.passkeys(causal.tokenizer, int(tokens), depth, 5, seed=0):
+                    prompt = torch.tensor([each.prompt])
+                    how = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+                    made = causal.models[name].generate(prompt, **how)
+                    hits[name].append(causal.tokenizer.decode(made[0, -1]) == each.key)
+                assert row["by_depth"][str(depth)] == pytest.approx(sum(hits[name][-5:]) / 5)
+            assert row["accuracy"] == pytest.approx(sum(hits[name]) / 25) and row["keys"] == 25
+        gap = by["endless"]["difference"]
+        expected = (sum(hits["endless"]) - sum(hits.get("short", []))) / 25
+        assert gap is None if "short" not in by else gap["value"] == pytest.approx(expected)
+    assert {0 < row["accuracy"] < 1 for by in found.values() for row in by.values()} >= {True}
+    said = re.sub(r"\s+", " ", run(causal.path, "eval", "short", "endless", *given))
+    assert "short supports 100 tokens, so passkeys in 130 tokens are omitted for it" in said and "endless, depth 75%" in said
+    assert f"Passkeys need inputs of at least {least} tokens" in said
+
+
+def test_all_tokens_of_a_key_count():
+    """Keys may have different numbers of tokens."""
+    asked = [((5, 6, 7), (1, 2)), ((5, 6, 8, 9), (3,)), ((5, 6, 7), (1, 4)), ((7, 6, 9, 9), (4,))]
+    following = {7: 1, 9: 3, 1: 2}
+
+    class Model(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids):
+            rows = torch.tensor([[following.get(token, 0) for token in row] for row in input_ids.tolist()])
+            return SimpleNamespace(logits=torch.nn.functional.one_hot(rows, 10).float())
+
+    prompts = [passkeys.Passkey(prompt, answer, 0, "") for prompt, answer in asked]
+    assert passkeys.found(Model(), prompts).tolist() == [1, 1, 0, 0]
+
+
+def test_classifiers_by_length(folder):
+    given = ["eval", "classes", "classes-endless", "--texts", "labeled.jsonl", "--length", "15", "--length", "31"]
+    found = json.loads(run(folder, *given, "--json"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "classes")
+    rows = [json.loads(line) for line in (folder / "labeled.jsonl").read_text().splitlines()]
+    wanted, predicted = [i % 3 for i in range(24)], {}
+    assert {row["label"] for row in rows} == {"water", "earth", "7", 0, 1, 7}
+    for name in ("classes", "classes-endless"):
+        model, predicted[name] = AutoModelForSequenceClassification.from_pretrained(folder / name), []
+        for row in rows:
+            ids = tokenizer(row["text"])["input_ids"]
+            ids = ids if name == "classes-endless" or len(ids) <= 24 else [*ids[:23], ids[-1]]
+            predicted[name].append(model(torch.tensor([ids])).logits.argmax().item())
+    # Texts have 7, 9, … tokens.
+    places = {(0, 15): range(5), (15, 31): range(5, 13), (31, None): range(13, 24)}
+    edges = [(each["above"], each["up_to"]) for each in found["buckets"]]
+    assert edges == [*places] and [each["texts"] for each in found["buckets"]] == [5, 8, 11]
+    for each, chosen in zip([*found["buckets"], found["all"]], [*places.values(), range(24)], strict=True):
+        shares = []
+        for name, row in each["rows"].items():
+            shares.append(sum(predicted[name][i] == wanted[i] for i in chosen) / len(chosen))
+            f1 = f1_score([wanted[i] for i in chosen], [predicted[name][i] for i in chosen], average="macro")
+            assert row["accuracy"] == pytest.approx(shares[-1]) and row["macro_f1"] == pytest.approx(f1)
+        assert each["rows"]["classes-endless"]["difference"]["value"] == pytest.approx(shares[1] - shares[0])
+    assert shares[0] != shares[1] and found["verdict"]["best"] == ("classes", "classes-endless")[shares[1] > shares[0]]
+    said = re.sub(r"\s+", " ", run(folder, *given))
+    assert "On all 24 texts, 'classes" in said
+    assert "1 to 128" in run(folder, "eval", "classes", "--texts", "labeled.jsonl")
+
+
+def test_labels_that_are_ids():
+    """They need classes of the same number in all models."""
+    one = SimpleNamespace(num_labels=2, label2id={"a": 0, "b": 1})
+    other = SimpleNamespace(num_labels=2, label2id={"a": 1, "b": 0})
+    classification.check_ids_agree({"one": one, "other": other}, ["a", "b"])
+    classification.check_ids_agree({"one": one, "other": SimpleNamespace(label2id={"x": 0, "y": 1})}, [0])
+    with pytest.raises(ValueError, match="label 1 .* one and other"):
+        classification.check_ids_agree({"one": one, "other": other}, ["a", 1])
+    assert classification.label_ids("other", ["a", "1", 0, "b"], other).tolist() == [1, 1, 0, 0]
+    digits = SimpleNamespace(num_labels=2, label2id={"1": 0, "2": 1})
+    assert classification.label_ids("digits", [1, "2", 0], digits).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("best", "apart", "vectors", "better", "level", "cheapest"),
+    [
+        ("b", {"a", "c"}, [1, 4, 1], True, (), "b"),
+        ("b", {"a"}, [1, 4, 1], True, ("c",), "c"),
+        ("b", {"c"}, [1, 1, 4], False, ("a",), "a"),
+        ("b", set(), [2, 3, 2], False, ("a", "c"), "a"),
+        ("a", {"b"}, [4, 1, 5], None, ("c",), "a"),
+        ("a", {"b", "c"}, None, None, (), None),
+    ],
+)
+def test_verdict(best, apart, vectors, better, level, cheapest):
+    def paired(name, other):
+        assert name == best
+        return "+0.1", other in apart
+
+    amounts = vectors and dict(zip("abc", vectors, strict=True))
+    found = verdicts.verdict("At 9 tokens", "MRR", dict.fromkeys("abc", "0.5"), best, paired, amounts)
+    assert (found.best, found.baseline, found.better, found.undistinguished) == (best, "a", better, level)
+    assert found.cheapest == cheapest and found.sentence.startswith(f"At 9 tokens, '{best}' has the best MRR (0.5).")
+    assert ("distinguish" in found.sentence) == bool(level) == ("cheapest" in found.sentence)
+
+
+TEXTS = ("--texts", "texts.jsonl")
+QUESTIONS = (*TEXTS, "--queries", "questions.jsonl")
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("eval", "short", "embeds", "--texts", "texts.jsonl"), "short by their loss, embeds by retrieval"),
-        (("eval", "short", "--texts", "texts.jsonl", "--queries", "questions.jsonl"), "--queries"),
-        (("eval", "short", "short", "--texts", "texts.jsonl"), "Two models are named 'short'"),
+        (("eval", "short", "embeds", *TEXTS), "short by masked loss, embeds by retrieval"),
+        (("eval", "short", *QUESTIONS), "--queries doesn't apply to short"),
+        (("eval", "short", *TEXTS, "--chunks", "9"), "--chunks doesn't apply to short"),
+        (("eval", "embeds", *TEXTS, "--passkey"), "--passkey doesn't apply to embeds, which is evaluated by retrieval"),
+        (("eval", "embeds", *TEXTS, "--label-column", "text"), "--label-column doesn't apply to embeds"),
+        (("eval", "embeds", *TEXTS, "--keys", "2"), "--keys 2 applies only to --passkey"),
+        (("eval", "embeds", *QUESTIONS, "--chunks", "25"), "--chunks 25 is above the maximum length of embeds"),
+        (("eval", "embeds", *QUESTIONS, "--count", "19"), "--count 19 is too small"),
+        (("eval", "short", *TEXTS, "--count", "1"), "1 texts are too few"),
+        (("eval", "classes", *TEXTS), "has no column 'label'"),
+        (("eval", "classes", "--texts", "labeled.jsonl", "--label-column", "kind"), "has no column 'kind'"),
+        (("eval", "classes", "--texts", "odd.jsonl", "--label-column", "kind"), "The label 'fire' isn't a class of classes"),
+        (("eval", "classes", "--texts", "odd.jsonl", "--label-column", "none"), "must be a label"),
+        (("eval", "scores", "--texts", "labeled.jsonl"), "scores has num_labels=1"),
+        (("eval", "short", "short", *TEXTS), "Two models are named 'short'"),
         (("bench", "short", "--length", "999"), "length=999 is above the maximum length of short"),
         (("bench", "short", "--device", "nothing"), "--device 'nothing'"),
     ],
 )
 def test_refused(folder, words, error):
     assert error in run(folder, *words, code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("short", "foreign"), "short and foreign tokenize the texts differently"),
+        (("short", "--length", "101"), "No model supports these lengths. Choose lengths of at most 100"),
+    ],
+)
+def test_refused_decoders(causal, words, error):
+    assert error in run(causal.path, "eval", *words, *TEXTS, code=1)
 
 
 def test_speeds(folder):

@@ -163,7 +163,10 @@ def _questions(
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} of your queries find their documents"
     # Calibration uses texts from the beginning, so the comparison uses the last ones.
-    return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+    try:
+        return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+    except ValueError as error:
+        raise ValueError(f"{error} Or omit the comparison (--no-compare).") from error
 
 
 def _compare(

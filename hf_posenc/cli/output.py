@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -51,22 +51,34 @@ AsJson = Annotated[
 ]
 
 
-def by_length(title: str, cells: Mapping[int, Mapping[str, str]], what: str = "model", caption: str | None = None) -> Table:
-    """A table with a row per model and a column per length. cells: length -> model -> text."""
-    table = Table(what, title=title, caption=caption)
+def by_length(
+    title: str,
+    cells: Mapping[int, Mapping[str, str]],
+    what: str = "model",
+    caption: str | None = None,
+    models: Sequence[str] = (),
+) -> Table:
+    """A table with a row per model or method and a column per length.
+
+    cells: length -> model or method -> text. models: if given, the methods of each model are adjacent.
+    """
+    table = Table(title=title, caption=caption)
+    table.add_column(what, overflow="fold")
     for length in cells:
         table.add_column(f"{length} tokens", justify="right")
-    for name in dict.fromkeys(name for column in cells.values() for name in column):
+    names = list(dict.fromkeys(name for column in cells.values() for name in column))
+    of_models = [name for model in models for name in names if name == model or name.startswith(f"{model}, ")]
+    for name in dict.fromkeys([*of_models, *names]):
         table.add_row(name, *(column.get(name, "") for column in cells.values()))
     return table
 
 
-def comparison(rows: Mapping[int, Mapping[str, "Row"]], title: str) -> Table:
-    """A comparison by length, with a row per method."""
+def comparison(rows: Mapping[int, Mapping[str, "Row"]], title: str, models: Sequence[str] = ()) -> Table:
+    """A comparison by length, with a row per method. models: if given, the methods of each model are adjacent."""
     from hf_posenc.evaluation.metrics import UNCORRECTED
 
     cells = {length: {name: _scored(row) for name, row in column.items()} for length, column in rows.items()}
-    return by_length(title, cells, "method", UNCORRECTED)
+    return by_length(title, cells, "method", UNCORRECTED, models)
 
 
 def _scored(row: "Row") -> str:

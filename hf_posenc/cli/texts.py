@@ -12,6 +12,30 @@ def texts_in(path: Path, column: str) -> list[str]:
     return [text for (text,) in read(path, {"--text-column": column})]
 
 
+def labeled_texts_in(path: Path, column: str, label_column: str) -> tuple[list[str], list[str | int]]:
+    """The texts in a file with their labels, which are strings or integers. Rows with a blank text are skipped.
+
+    Raises ValueError if the file can't be read, a column is missing, or a value is invalid.
+    """
+    texts, labels = list[str](), list[str | int]()
+    for number, row in enumerate(text_files.rows(path), start=1):
+        text, label = (
+            _value(path, number, row, "--text-column", column),
+            _cell(path, number, row, "--label-column", label_column),
+        )
+        if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
+            raise ValueError(
+                f"Row {number} of {path}, column {label_column!r}, must be a label, a string or an integer, but it is "
+                f"{str(label)[:80]!r}."
+            )
+        if text.strip():
+            texts.append(text)
+            labels.append(label)
+    if not texts:
+        raise ValueError(f"{path} contains no text. Use a file with at least one text.")
+    return texts, labels
+
+
 def pairs_in(path: Path | None) -> list[Pair]:
     """The queries in a file with their documents. Without a file, none. Raises ValueError if there are too few."""
     pairs = [] if path is None else [Pair(*row) for row in read(path, {"query": "query", "document": "document"})]
@@ -35,11 +59,15 @@ def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:
     return found
 
 
-def _value(path: Path, number: int, row: dict[str, Any], flag: str, name: str) -> str:
+def _cell(path: Path, number: int, row: dict[str, Any], flag: str, name: str) -> Any:
     if name not in row:
         remedy = f"Choose a column with {flag}." if flag.startswith("--") else f"Rename the column to {name!r}."
         raise ValueError(f"Row {number} of {path} has no column {name!r}, only {', '.join(row)}. {remedy}")
-    value = row[name]
+    return row[name]
+
+
+def _value(path: Path, number: int, row: dict[str, Any], flag: str, name: str) -> str:
+    value = _cell(path, number, row, flag, name)
     if not isinstance(value, str):
         raise ValueError(f"Row {number} of {path}, column {name!r}, must be a string, but it is {str(value)[:80]!r}.")
     if not value.isascii() and (lone := [sign for sign in value if "\ud800" <= sign <= "\udfff"]):

@@ -169,6 +169,14 @@ def is_language_model(model: Any) -> bool:
     return any(_class_name(model) in mapping.values() for mapping in mappings)
 
 
+def measure_of(model: Any) -> Measure:
+    """The measure of a model. Raises ValueError as `length_curve` does."""
+    runner = prepare_model(model)
+    length = 8 if runner.usable is None else min(8, runner.usable)
+    ids = torch.arange(length)[None] % runner.vocabulary
+    return _measure(runner, {"input_ids": ids.to(runner.model.device)})
+
+
 def _class_name(model: Any) -> str:
     return getattr(type(model), "original_class", type(model)).__name__
 

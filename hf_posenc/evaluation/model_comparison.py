@@ -4,12 +4,13 @@ Shapes: N queries and documents, in the same order.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from hf_posenc.evaluation import cloze_queries, metrics
+from hf_posenc.evaluation import cloze_queries, metrics, verdicts
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score
-from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, offsets, strategies
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, chunked, cut, offsets, strategies
+from hf_posenc.evaluation.verdicts import Verdict
 
 SHORTEST = 128
 REACH = "Lengths double as far as half of the documents reach beyond the one before."
@@ -31,10 +32,12 @@ class Row:
     """The score of a method at one length.
 
     difference: a difference of two methods over the same queries. The function that returns the row defines the two.
+    vectors: mean number of vectors per document.
     """
 
     score: Score
     difference: Difference | None
+    vectors: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,17 @@ class Comparison:
 
     rows: dict[int, dict[str, Row]]
     verdict: str
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """rows: length -> method -> row, with the difference from the first method. verdict: at the longest length.
+
+    verdict is None if there is only one method at this length.
+    """
+
+    rows: dict[int, dict[str, Row]]
+    verdict: Verdict | None
 
 
 def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
@@ -63,11 +77,11 @@ def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> 
         found = [cloze_queries.cloze_query(tokenizer, text, choose, behind=behind) for text in texts]
         pairs = [Pair(question.query, question.document) for question in found if question is not None]
         if len(pairs) >= FEWEST:
-            where = f"from behind its first {behind} tokens" if behind else "taken out of it"
+            where = f"from beyond its first {behind} tokens" if behind else "taken out of it"
             return pairs, f"{len(pairs)} questions: a sentence {where} finds its text"
     raise ValueError(
         f"Only {len(pairs)} of {len(texts)} texts have a sentence that can serve as a query, but the comparison needs "
-        f"{FEWEST}. Pass more texts or --queries, or omit the comparison (--no-compare)."
+        f"{FEWEST}. Pass more texts or your own queries."
     )
 
 
@@ -78,8 +92,12 @@ def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None
     """
     if not documents:
         raise ValueError("There are no documents. Pass one or more.")
-    sizes = sorted(len(offsets(embedder.tokenizer, document)) for document in documents)
-    most, found = sizes[len(sizes) // 2], [SHORTEST]
+    return doubled([len(offsets(embedder.tokenizer, document)) for document in documents], longest)
+
+
+def doubled(sizes: Sequence[int], longest: int | None) -> list[int]:
+    """Lengths that double from SHORTEST up to `longest`, as long as half of the sizes exceed the previous length."""
+    most, found = sorted(sizes)[len(sizes) // 2], [SHORTEST]
     while found[-1] < most and (longest is None or 2 * found[-1] <= longest):
         found.append(2 * found[-1])
     return found
@@ -97,53 +115,99 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
         whole = [replace(strategies(name, model, length)[0], name=name) for name, model in models.items()]
         return [*strategies(ORIGINAL, original, length), *whole]
 
-    rows = _rows(strategies_at, lambda names, name: None if name in models else (last, name), models, pairs, lengths)
+    rows = {
+        length: {name: _row(ranks, name, None if name in models else (last, name)) for name in ranks}
+        for length, ranks in _ranks(strategies_at, models, pairs, lengths).items()
+    }
     return Comparison(rows, _verdict(rows, last, original.limit))
 
 
-def compare_models(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
-    """Evaluate retrieval with the documents cut at each length. Returns length -> strategy -> row.
+def compare_models(
+    models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int], chunks: int | None = None
+) -> ModelComparison:
+    """Evaluate retrieval with the documents cut at each length.
 
-    A positive difference means that the strategy is better than the first strategy of the first model.
+    A positive difference means that the method is better than the first method of the first model.
+
+    chunks: beyond this number of tokens, documents are also divided into chunks of this size, for all models.
+
+    Raises ValueError if `chunks` is above a model's maximum length.
     """
 
     def strategies_at(length: int) -> list[RetrievalStrategy]:
-        return [strategy for name, model in models.items() for strategy in strategies(name, model, length)]
+        named = dict[str, RetrievalStrategy]()
+        for name, model in models.items():
+            more = [] if chunks is None or chunks >= length else chunked(name, model, chunks)
+            # Chunks of the maximum length are already among the strategies.
+            new = {strategy.name: strategy for strategy in (*strategies(name, model, length), *more)}
+            _check_names(named.keys() & new.keys())
+            named |= new
+        return [*named.values()]
 
-    return _rows(strategies_at, lambda names, name: None if name == names[0] else (name, names[0]), models, pairs, lengths)
+    ranks = _ranks(strategies_at, models, pairs, lengths)
+    rows = dict[int, dict[str, Row]]()
+    for length, by_name in ranks.items():
+        first = next(iter(by_name))
+        rows[length] = {name: _row(by_name, name, None if name == first else (name, first)) for name in by_name}
+    longest = max(rows)
+    return ModelComparison(rows, _best(longest, rows[longest], ranks[longest]) if len(rows[longest]) > 1 else None)
 
 
-def _rows(
+@dataclass(frozen=True)
+class _Ranked:
+    """The ranks of a method, and its mean number of vectors per document."""
+
+    ranks: Ranks
+    vectors: float
+
+
+def _ranks(
     strategies_at: Callable[[int], list[RetrievalStrategy]],
-    compared: Callable[[list[str], str], tuple[str, str] | None],
     models: dict[str, Embedder],
     pairs: Sequence[Pair],
     lengths: Sequence[int],
-) -> dict[int, dict[str, Row]]:
-    """Length -> strategy -> row. `compared` returns the two strategies whose difference a row contains.
+) -> dict[int, dict[str, _Ranked]]:
+    """Length -> strategy -> ranks.
 
     Raises ValueError for two strategies with the same name, and for similarities that can't be ranked.
     """
     if not pairs or not models or not lengths:
         raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")
-    tokenizer, rows = next(iter(models.values())).tokenizer, dict[int, dict[str, Row]]()
+    tokenizer, found = next(iter(models.values())).tokenizer, dict[int, dict[str, _Ranked]]()
     for length in lengths:
         queries, documents = [pair.query for pair in pairs], [cut(tokenizer, pair.document, length) for pair in pairs]
-        ranks = dict[str, Ranks]()
+        by_name = found.setdefault(length, {})
         for strategy in strategies_at(length):
             title = f"{strategy.name} at {length}"
-            if strategy.name in ranks:
-                raise ValueError(f"Two methods are named {strategy.name!r}. Use different names for the models.")
+            _check_names(by_name.keys() & {strategy.name})
             try:
-                ranks[strategy.name] = metrics.ranked(strategy.similarity(queries, documents, title))
+                ranks = metrics.ranked(strategy.similarity(queries, documents, title))
             except ValueError as error:
                 raise ValueError(f"{title}: {error}") from None
-        both = {name: compared([*ranks], name) for name in ranks}
-        rows[length] = {
-            name: Row(metrics.score(ranks[name]), pair and metrics.paired(ranks[pair[0]], ranks[pair[1]]))
-            for name, pair in both.items()
-        }
-    return rows
+            by_name[strategy.name] = _Ranked(ranks, strategy.vectors(documents))
+    return found
+
+
+def _check_names(twice: Collection[str]) -> None:
+    if twice:
+        raise ValueError(f"Two methods are named {min(twice)!r}. Use different names for the models.")
+
+
+def _row(found: dict[str, _Ranked], name: str, pair: tuple[str, str] | None) -> Row:
+    """The row of a method. pair: the two methods whose difference it contains."""
+    difference = pair and metrics.paired(found[pair[0]].ranks, found[pair[1]].ranks)
+    return Row(metrics.score(found[name].ranks), difference, found[name].vectors)
+
+
+def _best(length: int, rows: dict[str, Row], found: dict[str, _Ranked]) -> Verdict:
+    def paired(name: str, other: str) -> tuple[str, bool]:
+        difference = metrics.paired(found[name].ranks, found[other].ranks)
+        return f"MRR {difference.shown(3)}", difference.significant
+
+    best = max(rows, key=lambda name: (rows[name].score.mrr, -rows[name].vectors))
+    vectors = {name: row.vectors for name, row in rows.items()}
+    shown = {name: f"{row.score.mrr:.3f}" for name, row in rows.items()}
+    return verdicts.verdict(f"At {length} tokens", "MRR", shown, best, paired, vectors)
 
 
 def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:

@@ -11,15 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from hf_posenc.evaluation import metrics
+from hf_posenc.evaluation.metrics import Difference, Interval
+from hf_posenc.inspection import supported_length
+from hf_posenc.progress import ProgressBar
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
+from hf_posenc.signatures import argument_names
 
 TASK = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it."
 FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 FACT = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 DIGITS = 5
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the filler before the key's sentence, at which `evaluate` asks for keys."""
 BATCH_TOKENS = 2048
 """Maximum number of tokens in a batch of prompts. A longer prompt is a separate batch."""
 
@@ -94,13 +104,71 @@ def text(tokenizer: Any, length: int, part: float, key: str) -> str:
 
 @torch.no_grad()
 def right(model: PreTrainedModel, prompts: Sequence[Passkey]) -> Tensor:
-    """Whether each token of the key is predicted from the true previous tokens, `[N, A]`. All prompts have the same length."""
+    """Whether each token of the key is predicted from the true previous tokens, `[N, A]`.
+
+    All prompts have the same length, and all keys the same number of tokens.
+    """
     found = []
     size = max(1, BATCH_TOKENS // (len(prompts[0].prompt) + len(prompts[0].answer)))
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         answers = torch.tensor([each.answer for each in batch])
         rows = torch.tensor([[*each.prompt, *each.answer[:-1]] for each in batch])  # [N, L - 1]
-        logits = model(input_ids=rows.to(model.device), logits_to_keep=answers.shape[1]).logits  # [N, A, V]
+        last = {"logits_to_keep": answers.shape[1]} if "logits_to_keep" in argument_names(model) else {}
+        logits = model(input_ids=rows.to(model.device), **last).logits[:, -answers.shape[1] :]  # [N, A, V]
         found.append(logits.argmax(-1).cpu() == answers)
     return torch.cat(found)
+
+
+def found(model: PreTrainedModel, prompts: Sequence[Passkey]) -> np.ndarray:
+    """1 for each key whose tokens are all right, otherwise 0, `[N]`. All prompts have the same length with their keys."""
+    values = np.zeros(len(prompts))
+    for tokens in {len(each.answer) for each in prompts}:
+        chosen = [i for i, each in enumerate(prompts) if len(each.answer) == tokens]
+        values[chosen] = right(model, [prompts[i] for i in chosen]).all(1).numpy()
+    return values
+
+
+@dataclass(frozen=True)
+class PasskeyAccuracy:
+    """The share of keys that a model finds at one length, with its 95% interval.
+
+    by_depth: depth as a share of the filler -> share of keys.
+    difference: from the first model on the same keys. None for the first model, or if it doesn't support the length.
+    """
+
+    accuracy: float
+    interval: Interval
+    by_depth: dict[float, float]
+    difference: Difference | None
+    keys: int
+
+
+def evaluate(
+    models: dict[str, tuple[PreTrainedModel, Any]], lengths: Sequence[int], keys: int, seed: int = 0
+) -> dict[int, dict[str, PasskeyAccuracy]]:
+    """Length -> model -> accuracy on `keys` passkeys at each of DEPTHS, for the models that support the length."""
+    limits = {name: supported_length(model) for name, (model, _) in models.items()}
+    runs = [(length, name) for length in lengths for name in models if length <= (limits[name] or length)]
+    values = dict[tuple[int, str], list[np.ndarray]]()
+    with ProgressBar(total=len(runs) * len(DEPTHS) * keys, desc="passkeys", unit="key") as bar:
+        for length, name in runs:
+            model, tokenizer = models[name]
+            model.eval()
+            for part in DEPTHS:
+                prompts = passkeys(tokenizer, length, part, keys, seed)
+                check_known(tokenizer, [prompts[0].prompt])
+                check_ids(torch.tensor(prompts[0].prompt), model.get_input_embeddings(), name)
+                values.setdefault((length, name), []).append(found(model, prompts))
+                bar.update(keys)
+    first, results = next(iter(models)), dict[int, dict[str, PasskeyAccuracy]]()
+    for length, name in runs:
+        own, base, groups = np.concatenate(values[length, name]), values.get((length, first)), np.arange(len(DEPTHS) * keys)
+        gap = None if base is None or name == first else metrics.difference(own, np.concatenate(base), groups)
+        results.setdefault(length, {})[name] = PasskeyAccuracy(
+            *metrics.share(own, groups),
+            {part: float(each.mean()) for part, each in zip(DEPTHS, values[length, name], strict=True)},
+            gap and Difference(*gap, len(own)),
+            len(own),
+        )
+    return results

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.evaluation import metrics
-from hf_posenc.inspection import inspect
+from hf_posenc.evaluation import metrics, verdicts
+from hf_posenc.evaluation.verdicts import Verdict
+from hf_posenc.inspection import supported_length
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
@@ -70,32 +71,78 @@ def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
     return torch.cat(found)
 
 
-def evaluate(
-    models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int], baseline: str
-) -> dict[int, dict[str, Perplexity]]:
-    """Length -> model -> perplexity on the first max(lengths) tokens of each document."""
-    means: dict[tuple[str, int], np.ndarray] = {}
-    limits = {name: inspect(model).max_length for name, (model, _) in models.items()}
-    windows = {(name, length): min(length, limits[name] or length) for name in models for length in lengths}
-    measured = dict.fromkeys((name, size) for (name, _), size in windows.items())
+@dataclass(frozen=True)
+class DocumentLosses:
+    """The mean negative log-likelihood of each document's tokens in nats, `[N]`, in windows of `window` tokens."""
+
+    window: int
+    values: np.ndarray
+
+
+def document_losses(
+    models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int]
+) -> dict[int, dict[str, DocumentLosses]]:
+    """Length -> model -> losses of the first max(lengths) tokens of each document."""
+    found = dict[tuple[str, int], DocumentLosses]()
+    limits = {name: supported_length(model) for name, (model, _) in models.items()}
+    windows = {(name, length): min(length, limits[name] or length) for length in lengths for name in models}
+    measured = sorted(
+        {(name, size) for (name, _), size in windows.items()}, key=lambda each: ([*models].index(each[0]), each[1])
+    )
     with ProgressBar(total=len(measured) * len(documents), desc="perplexity") as bar:
         for name, size in measured:
             model, tokenizer = models[name]
             model.eval()
-            options = {"truncation": True, "max_length": max(lengths), "verbose": False, "return_tensors": "pt"}
-            read = [tokenizer(text, **options)["input_ids"][0] for text in documents]
+            read = read_ids(tokenizer, documents, max(lengths))
             check_known(tokenizer, read)
             check_ids(torch.cat(read), model.get_input_embeddings(), name)
-            found = []
+            values = []
             for ids in read:
-                found.append(losses(model, ids, size).double().mean().item())
+                values.append(losses(model, ids, size).double().mean().item())
                 bar.update()
-            means[name, size] = np.asarray(found)
-    groups, results = np.arange(len(documents)), dict[int, dict[str, Perplexity]]()
-    for (name, length), size in windows.items():
-        own = means[name, size]
-        value, (low, high) = metrics.mean(own, groups)
-        ratio, (least, most) = metrics.mean(own - means[baseline, windows[baseline, length]], groups)
-        figures = (math.exp(value), (math.exp(low), math.exp(high)), math.exp(ratio), (math.exp(least), math.exp(most)))
-        results.setdefault(length, {})[name] = Perplexity(*figures, size, len(documents))
-    return {length: results[length] for length in lengths}
+            found[name, size] = DocumentLosses(size, np.asarray(values))
+    return {length: {name: found[name, windows[name, length]] for name in models} for length in lengths}
+
+
+def read_ids(tokenizer: Any, documents: Sequence[str], longest: int | None) -> list[Tensor]:
+    """The IDs of the first `longest` tokens of each document, `[T]`. longest: None for all."""
+    options = {"truncation": longest is not None, "max_length": longest, "verbose": False}
+    return [torch.tensor(tokenizer(text, **options)["input_ids"], dtype=torch.long) for text in documents]
+
+
+def ratio(losses: DocumentLosses, others: DocumentLosses) -> tuple[float, metrics.Interval]:
+    """The ratio of two perplexities on the same documents, with its 95% interval."""
+    value, (low, high) = metrics.mean(losses.values - others.values, np.arange(len(losses.values)))
+    return math.exp(value), (math.exp(low), math.exp(high))
+
+
+def compared(found: dict[int, dict[str, DocumentLosses]], baseline: str) -> dict[int, dict[str, Perplexity]]:
+    """Length -> model -> perplexity, with its ratio to the baseline's."""
+
+    def perplexity(own: DocumentLosses, base: DocumentLosses) -> Perplexity:
+        value, (low, high) = metrics.mean(own.values, np.arange(len(own.values)))
+        return Perplexity(math.exp(value), (math.exp(low), math.exp(high)), *ratio(own, base), own.window, len(own.values))
+
+    return {length: {name: perplexity(own, row[baseline]) for name, own in row.items()} for length, row in found.items()}
+
+
+def verdict(found: dict[int, dict[str, DocumentLosses]]) -> Verdict | None:
+    """The verdict at the longest length. None for only one model."""
+    length = max(found)
+    if len(found[length]) < 2:
+        return None
+
+    def paired(name: str, other: str) -> tuple[str, bool]:
+        value, (low, high) = ratio(found[length][name], found[length][other])
+        return f"perplexity ×{value:.3f} [{low:.3f}, {high:.3f}]", not low <= 1 <= high
+
+    means = {name: each.values.mean() for name, each in found[length].items()}
+    shown = {name: f"{math.exp(value):.2f}" for name, value in means.items()}
+    return verdicts.verdict(f"At {length} tokens", "perplexity", shown, min(means, key=lambda name: means[name]), paired)
+
+
+def evaluate(
+    models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int], baseline: str
+) -> dict[int, dict[str, Perplexity]]:
+    """Length -> model -> perplexity on the first max(lengths) tokens of each document."""
+    return compared(document_losses(models, documents, lengths), baseline)

@@ -8,10 +8,12 @@
 Shapes: N queries, M documents, C chunks, B texts in a batch, L tokens, D hidden_size, E size of an embedding.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -50,7 +52,6 @@ def pooling(sentences: Any, device: torch.device | None = None) -> Pool:
     return pool
 
 
-@torch.no_grad()
 def embed(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -61,7 +62,27 @@ def embed(
 ) -> Tensor:
     """Unit-length embeddings `[N, E]` of texts, truncated to `max_seq_length` tokens.
 
-    Batches contain texts of similar length.
+    Raises ValueError if there are no texts, or if a text has no tokens.
+    """
+
+    def embeddings(batch: dict[str, Tensor]) -> Tensor:
+        return torch.nn.functional.normalize(pool(model(**batch).last_hidden_state, batch).float(), dim=-1)
+
+    return by_text(model, tokenizer, texts, max_seq_length, title, embeddings)
+
+
+@torch.no_grad()
+def by_text(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Sequence[str],
+    max_seq_length: int | None,
+    title: str,
+    output: Callable[[dict[str, Tensor]], Tensor],
+) -> Tensor:
+    """The output for each text, `[N, …]` on the CPU, with the model in eval mode. Batches contain texts of similar length.
+
+    output: the model's inputs `[B, L]` -> `[B, …]`.
 
     Raises ValueError if there are no texts, or if a text has no tokens.
     """
@@ -71,7 +92,7 @@ def embed(
     rows = tokenizer(list(texts), **options)["input_ids"]
     sizes = [len(ids) for ids in rows]
     if not min(sizes):
-        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens, so it has no embedding. Omit it.")
+        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens. Omit it.")
     check_known(tokenizer, rows)
     check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
     batches: list[list[int]] = [[]]
@@ -85,9 +106,7 @@ def embed(
         with ProgressBar(total=sum(sizes), desc=title, unit="token", unit_scale=True, leave=False) as bar:
             for chosen in batches:
                 padded = tokenizer([texts[i] for i in chosen], padding=True, return_tensors="pt", **options)
-                batch = dict(padded.to(model.device))
-                pooled = pool(model(**batch).last_hidden_state, batch)
-                parts.append(torch.nn.functional.normalize(pooled.float(), dim=-1).cpu())
+                parts.append(output(dict(padded.to(model.device))).cpu())
                 bar.update(sum(sizes[i] for i in chosen))
     finally:
         model.train(training)
@@ -120,61 +139,84 @@ class Embedder:
         return torch.stack([self.kept[text] for text in texts])
 
 
+def _one(documents: Sequence[str]) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class RetrievalStrategy:
     """A way to compare queries with documents.
 
     similarity: N queries, M documents, and the title of a progress bar -> similarities `[N, M]`.
+    vectors: M documents -> the mean number of vectors that an index stores for a document.
     """
 
     name: str
     similarity: Callable[[Sequence[str], Sequence[str], str], Tensor]
+    vectors: Callable[[Sequence[str]], float] = _one
 
 
 def strategies(name: str, embedder: Embedder, longest: int, window: int | None = None) -> list[RetrievalStrategy]:
     """The ways to use a model on documents of up to `longest` tokens.
 
     A model that supports this length embeds whole documents. If it doesn't, or if `window` is set, documents are also truncated
-    to the window, or divided into even chunks of at most that size. Chunk embeddings are averaged ("mean"), or the
-    best-matching chunk counts ("max"). The default window is the model's maximum length.
+    to the window, or divided into chunks (see `chunked`). The default window is the model's maximum length.
 
     Raises ValueError if `window` is above the model's maximum length.
     """
     limit, tokenizer = embedder.limit, embedder.tokenizer
     whole = limit is None or limit >= longest
-    if window is not None and limit is not None and window > limit:
-        raise ValueError(f"window={window} is above the maximum length of {name}. Choose at most {limit}.")
+    _check_window(name, embedder, window)
     size = window or (None if whole else limit)
 
-    def as_it_is(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
-        return embedder(queries, title) @ embedder(documents, title).T
-
-    found = [RetrievalStrategy(name, as_it_is)] if whole else []
+    found = [RetrievalStrategy(name, functools.partial(_similarity, embedder))] if whole else []
     if size is None:
         return found
 
     def truncated(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
-        return as_it_is(queries, [cut(tokenizer, text, size) for text in documents], title)
+        return _similarity(embedder, queries, [cut(tokenizer, text, size) for text in documents], title)
 
-    def chunked(documents: Sequence[str], title: str) -> list[Tensor]:
+    return [*found, RetrievalStrategy(f"{name}, truncated at {size}", truncated), *chunked(name, embedder, size)]
+
+
+def chunked(name: str, embedder: Embedder, window: int) -> list[RetrievalStrategy]:
+    """Documents divided into even chunks of at most `window` tokens.
+
+    Chunk embeddings are averaged ("mean"), or the best-matching chunk counts ("max").
+
+    Raises ValueError if `window` is above the model's maximum length.
+    """
+    _check_window(name, embedder, window)
+
+    def embedded(documents: Sequence[str], title: str) -> list[Tensor]:
         """The embeddings of each document's chunks, `[C, E]`."""
-        chunks = [chunk(tokenizer, text, size) for text in documents]
+        chunks = [chunk(embedder.tokenizer, text, window) for text in documents]
         return list(embedder([piece for pieces in chunks for piece in pieces], title).split([len(pieces) for pieces in chunks]))
 
     def average(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
-        means = torch.stack([part.mean(0) for part in chunked(documents, title)])
+        means = torch.stack([part.mean(0) for part in embedded(documents, title)])
         return embedder(queries, title) @ torch.nn.functional.normalize(means, dim=-1).T
 
     def best(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
         asked = embedder(queries, title)
-        return torch.stack([(asked @ part.T).amax(1) for part in chunked(documents, title)], dim=1)
+        return torch.stack([(asked @ part.T).amax(1) for part in embedded(documents, title)], dim=1)
+
+    def count(documents: Sequence[str]) -> float:
+        return fmean(len(chunk(embedder.tokenizer, text, window)) for text in documents)
 
     return [
-        *found,
-        RetrievalStrategy(f"{name}, truncated at {size}", truncated),
-        RetrievalStrategy(f"{name}, chunked by {size}, mean", average),
-        RetrievalStrategy(f"{name}, chunked by {size}, max", best),
+        RetrievalStrategy(f"{name}, chunked by {window}, mean", average),
+        RetrievalStrategy(f"{name}, chunked by {window}, max", best, count),
     ]
+
+
+def _similarity(embedder: Embedder, queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
+    return embedder(queries, title) @ embedder(documents, title).T
+
+
+def _check_window(name: str, embedder: Embedder, window: int | None) -> None:
+    if window is not None and embedder.limit is not None and window > embedder.limit:
+        raise ValueError(f"window={window} is above the maximum length of {name}. Choose at most {embedder.limit}.")
 
 
 def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: str = "") -> Tensor:
