@@ -2,10 +2,11 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "README.md": 700,
