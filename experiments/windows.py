@@ -13,9 +13,8 @@ upper K           windows in the lower layers; the upper K layers see all tokens
 upper K, logn     the same, with queries times log n / log 512
 relative          `convert(model, "relative")`: calibrated, not trained
 
-All models compute in bfloat16. Then the forward pass of one input is timed in float32 and compared with full attention. The whole
-takes 20 minutes on one CPU core.
-Corpora that the record has aren't measured again.
+All models compute in bfloat16. Then the forward pass of one input is timed in float32 and compared with full attention. The
+whole takes 20 minutes on one CPU core. Corpora that the record has aren't measured again.
 """
 
 import argparse
@@ -109,13 +108,10 @@ def retrieval(folder: Path, original: Any, tokenizer: Any) -> list[dict[str, Any
     """A row for each length, task, and method: its MRR, and the paired difference from averaged chunk embeddings."""
     (evaluated, training), rows = pages.split(folder), []
     texts = [(page.title, page.document) for page in evaluated]
-    converted = hf_posenc.convert(original, "relative", texts=training, tokenizer=tokenizer, max_length=max(SIZES))
+    given: dict[str, Any] = {"texts": training, "tokenizer": tokenizer, "max_length": max(SIZES)}
+    converted = hf_posenc.convert(copy.deepcopy(original), "relative", **given).to(torch.bfloat16)
     half = copy.deepcopy(original).to(torch.bfloat16)
-    others = {
-        "minilm": half,
-        "dynamic": hf_posenc.extend(half, max(SIZES), "dynamic"),
-        "relative": converted.to(torch.bfloat16),
-    }
+    others = {"minilm": half, "dynamic": hf_posenc.extend(half, max(SIZES), "dynamic"), "relative": converted}
     for length, count in SIZES.items():
         chosen = cases(tokenizer, texts, (length,), count, seed=0)
         queries = {"title": [case.title for case in chosen], "beyond 512": [case.deep[length].query for case in chosen]}
