@@ -372,10 +372,10 @@ def digest(data: LabeledSet) -> str:
     return hashlib.sha256(json.dumps([data.training, data.evaluation]).encode()).hexdigest()
 
 
-def rows_of(record: dict[str, Any], sets: dict[str, LabeledSet]) -> list[dict[str, Any]]:
-    """A row for each set, model, change, and number of steps: the accuracy, and the difference from the original.
+def rows_of(record: dict[str, Any], sets: dict[str, LabeledSet], reference: str = ORIGINAL) -> list[dict[str, Any]]:
+    """A row for each set, model, change, and number of steps: the accuracy, and the difference from a reference model.
 
-    Both are means over the seeds that both have. The original has the same change if it was run with it.
+    Both are means over the seeds that both have. The reference has the same change if it was run with it.
     """
     found: dict[tuple[str, str, str, int], dict[int, np.ndarray]] = defaultdict(dict)
     for key, run in record["runs"].items():
@@ -384,7 +384,7 @@ def rows_of(record: dict[str, Any], sets: dict[str, LabeledSet]) -> list[dict[st
             found[name, model, change, int(steps)][int(seed)] = unpacked(text, len(sets[name].evaluation))
     rows = []
     for (name, model, change, steps), ours in found.items():
-        baseline = found.get((name, ORIGINAL, change, steps)) or found.get((name, ORIGINAL, UNCHANGED, steps), {})
+        baseline = found.get((name, reference, change, steps)) or found.get((name, reference, UNCHANGED, steps), {})
         seeds = sorted(ours.keys() & baseline.keys())
         if not seeds:
             continue
@@ -409,14 +409,21 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def report(record: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    order = {name: place for place, name in enumerate(MODELS)}
-    rows = sorted(rows, key=lambda row: (row["set"], row["steps"], order[row["model"]], row["change"]))
+def report(record: dict[str, Any], sets: dict[str, LabeledSet]) -> str:
+    def ordered(reference: str = ORIGINAL) -> list[dict[str, Any]]:
+        rows = rows_of(record, sets, reference)
+        return sorted(rows, key=lambda row: (row["set"], row["steps"], MODELS.index(row["model"]), row["change"]))
+
+    rows = ordered()
     both = [ORIGINAL, DISTILLED]
     lines = ["Accuracy, mean over seeds, and the difference from the original over the same seeds and texts.", ""]
     lines += table([row for row in rows if row["change"] == UNCHANGED])
     lines += ["", "Changes of the fine-tuning. Without dropout, the original has none either.", ""]
     lines += table([row for row in rows if row["model"] in both and row["change"] != UNCHANGED])
+    lines += ["", "The first position kept: the difference from the model without it.", ""]
+    pairs = ((KEPT, DISTILLED), (KEPT_CALIBRATED, CALIBRATED))
+    kept = [row for model, reference in pairs for row in ordered(reference) if row["model"] == model]
+    lines += table([row for row in kept if row["change"] == UNCHANGED])
     lines += ["", "[CLS] states of 32 reviews at the embeddings and after each layer.", ""]
     for name, found in record["stability"].items():
         for what, unit in (("cosine", "cosine with the original's, no dropout"), ("noise", "noise from dropout")):
@@ -480,7 +487,7 @@ def main(argv: list[str] | None = None) -> None:
         record["runs"][run.key] = {"right": {**before["right"], **answers}, "seconds": seconds}
         rows = rows_of(record, sets)
         records.write(file, {**record, "rows": rows})
-        write_text(output / f"{NAME}.txt", report(record, rows))
+        write_text(output / f"{NAME}.txt", report(record, sets))
         draw(rows, output / f"{NAME}.png")
     print((output / f"{NAME}.txt").read_text(encoding="utf-8"))
 
