@@ -310,8 +310,8 @@ def planned(curve: tuple[int, ...] = CURVE) -> list[Run]:
     return [
         Run(name, model, change, seed, steps)
         for models, changes, steps in stages
-        for seed in SEEDS
         for name in TOKENS
+        for seed in SEEDS
         for change in changes
         for model in models
     ]
