@@ -74,7 +74,7 @@ LENGTH, SHORT, STRIDE = 1024, (16, 400), 128
 AROUND = 64
 """Tokens of a short document besides those between clue and mention."""
 DISTANCES = {"near": (80, 120), "far": (560, 700)}
-STEPS, BATCH_TOKENS, RATE, TESTED, EVERY = 200, 1800, 1e-4, 80, 25
+STEPS, BATCH_TOKENS, RATE, TESTED, EVERY = 200, 1800, 1e-4, 50, 25
 SPANS = "overlapping spans"
 METHODS = (SPANS, "windows", "dynamic", "relative, converted")
 
