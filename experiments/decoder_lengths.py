@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ntk, factor 4": ("ntk", {"factor": 4.0}),
     "dynamic": ("dynamic", {}),
     "yarn": ("yarn", {}),
+    "yarn, factor 4": ("yarn", {"factor": 4.0}),
     "longrope": ("longrope", {}),
     "grouped": ("grouped", {}),
 }
@@ -210,14 +211,14 @@ def measure(arguments: argparse.Namespace, file: Path, record: dict[str, Any]) -
         records.write(file, record)
 
 
-def check(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def check(rounded: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Whether bfloat16 and float32 predict the same tokens, in prompts of the first method: of the key and of all positions."""
-    name, rows, trained = arguments.methods[0], list[dict[str, Any]](), model.config.max_position_embeddings
+    name, rows, trained = arguments.methods[0], list[dict[str, Any]](), rounded.config.max_position_embeddings
+    models = (rounded, load_original(arguments.model_name_or_path)[0].eval())
     for depth in COARSE_TO_FINE[: arguments.check]:
         prompt = passkeys.passkeys(tokenizer, arguments.length, depth / (DEPTHS - 1), 1, arguments.seed)[0]
         row, predicted = torch.tensor([[*prompt.prompt, *prompt.answer[:-1]]]), []
-        for kind in (torch.bfloat16, torch.float32):
-            cast(model, kind)
+        for model in models:
             extended: Any = made(model, name, arguments.length)
             states, head = hidden_states(extended, row, trained)[0], extended.get_output_embeddings()
             with torch.no_grad():
@@ -313,7 +314,11 @@ def figure(record: dict[str, Any], path: Path) -> None:
             curves.plot((np.arange(len(means)) + 0.5) * step, means, label=name, **sheet.line(place))
     sheet.reference(curves, x=record["trained_length"] / 1024)
     sheet.grid(curves, "y")
-    curves.set_yscale("log", base=2)
+    curves.set_yscale("log")
+    low, high = curves.get_ylim()
+    ticks = [tick for tick in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if low <= tick <= high]
+    curves.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    curves.minorticks_off()
     curves.set_xlabel("position in thousands (1,024) of tokens")
     curves.set_ylabel("loss in nats")
     curves.legend(frameon=False, fontsize=SMALL, labelcolor=sheet.theme.ink)
