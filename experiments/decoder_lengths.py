@@ -10,9 +10,10 @@ passkeys    Is a number found that is hidden in filler text, at ten depths? With
 loss        What is the loss of long pages by position? Each method reads a page in one forward pass, in bfloat16. The original
             also reads windows of its own length that overlap by half, which needs no extension.
 
-No search found factors for this model, so `longrope` has those of `ntk` above 8,192 tokens and ones up to there. It differs
-from `ntk` by its factor on attention. `dynamic` at 16,384 tokens equals `ntk` with factor 3. `grouped` needs memory for all
-pairs of tokens, so it reads in chunks: its first 8,192 tokens are read as by the original.
+No search found factors for this model, so `longrope` has those of `ntk` above 8,192 tokens and ones up to there. At 16,384
+tokens, it differs from `ntk` only by its factor on attention, and `dynamic` equals `ntk` with factor 3. A factor of 4 is larger
+than this length needs. `grouped` needs memory for all pairs of tokens, so it reads in chunks, and its first 8,192 tokens are
+read as by the original. It takes several minutes per prompt, so a run measures it only if --methods names it.
 
 Writes decoder_lengths.json after each forward pass, then a table and a figure. A stopped run continues with the same command,
 and --report only writes the table and the figure. With --check, bfloat16 is compared with float32. One and a half hours on one
