@@ -10,8 +10,8 @@ pages, and each exportable one is evaluated as the exported model. A trained mod
     python -m hf_posenc.training.distill --model_name_or_path MINILM --position_encoding '{"type": "t5", "per_layer": false}' \
         --train_file texts.jsonl --max_train_steps 600 --output_dir mpnet
 
-The first command only writes the training texts of all corpora. Then exportable.json and exportable.txt are written. 25 minutes on
-two CPU cores, and 13 minutes of training.
+The first command only writes the training texts of all corpora. Then exportable.json and exportable.txt are written. 25 minutes
+on two CPU cores, and 13 minutes of training.
 """
 
 import argparse
