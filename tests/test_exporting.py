@@ -14,15 +14,27 @@ from closeness import assert_apart, assert_close
 from hf_posenc.conversion import exporting
 from models import randomize_encoding, tiny, tokens
 
-HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+ENCODERS = ("Bert", "Ernie", "Roberta", "Data2VecText", "Electra", "DistilBert", "MPNet")
 CLASSES = {("rope", "half"): "JinaEmbeddingsV3", ("rope", "interleaved"): "RoFormer", ("t5", None): "MPNet"}
+CLASSIFIER, QUESTIONS, CHOICES = "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice"
 NONE = {
-    ("Bert", "ForSequenceClassification", "interleaved"): "head of RoFormer uses gelu.*tanh",
-    ("Electra", "ForSequenceClassification", "half"): "head of JinaEmbeddingsV3 uses tanh.*gelu",
-    ("Electra", "ForSequenceClassification", None): "head of MPNet uses tanh",
-    ("Bert", "ForQuestionAnswering", None): "MPNet has no token types",
-    ("Electra", "ForQuestionAnswering", None): "MPNet has no token types",
-    ("Roberta", "ForSequenceClassification", "interleaved"): "head of RoFormer uses gelu",
+    **{(host, CLASSIFIER, "interleaved"): "head of RoFormer uses gelu" for host in ENCODERS if host != "Electra"},
+    **{("DistilBert", CLASSIFIER, layout): "uses .*relu" for layout in ("half", "interleaved", None)},
+    ("Electra", CLASSIFIER, "half"): "head of JinaEmbeddingsV3 uses tanh.*gelu",
+    ("Electra", CLASSIFIER, None): "head of MPNet uses tanh",
+    **{(host, QUESTIONS, None): "MPNet has no token types.* question" for host in ("Bert", "Ernie", "Electra")},
+    **{(host, CHOICES, None): "MPNet has no token types.* choice" for host in ("Bert", "Ernie")},
+    **{(host, CHOICES, "half"): "JinaEmbeddingsV3 has no counterpart" for host in ENCODERS},
+    ("DistilBert", CHOICES, None): "head of MPNet uses tanh.*relu",
+    ("Electra", CHOICES, None): "head of MPNet uses tanh.*gelu",
 }
 RELOAD = """
 import sys, torch, transformers
@@ -38,7 +50,8 @@ for key, value in expected.items():
 
 
 def export(name, encoding, **options):
-    sizes = {"type_vocab_size": 1} if name.startswith("Roberta") else {}
+    sizes = {"type_vocab_size": 1} if name.startswith(("Roberta", "Data2VecText")) else {}
+    sizes |= {"relative_attention_num_buckets": 32} if name.startswith(("MPNet", "T5")) else {}
     model = randomize_encoding(hf_posenc.patch(tiny(name, **sizes), encoding, **options)).eval()
     return model, hf_posenc.to_stock(model)
 
@@ -48,22 +61,29 @@ def equal(model, stock, length=19, **more):
     ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[1, length - 7 :] = 0
     inputs = {"input_ids": ids.masked_fill(mask == 0, model.config.pad_token_id or 0), "attention_mask": mask, **more}
+    if "MultipleChoice" in type(model).__name__:
+        inputs = {name: value[None] for name, value in inputs.items()}
+    return compared(model, stock, inputs, mask)
+
+
+def compared(model, stock, inputs, mask):
+    """The inputs and the equal outputs of both."""
     with torch.no_grad():
         ours, theirs = model(**inputs), stock(**inputs)
-    compared = {}
+    found = {}
     for key, value in ours.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and theirs.get(key) is not None:
             shown = mask.bool() if value.shape[:2] == mask.shape else slice(None)
             assert_close(theirs[key][shown], value[shown])
-            compared[key] = theirs[key]
-    assert compared
-    return inputs, compared
+            found[key] = theirs[key]
+    assert found
+    return inputs, found
 
 
 @pytest.mark.filterwarnings("ignore:MPNet has no token types")
 @pytest.mark.parametrize(("encoding", "layout"), CLASSES)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("host", ["Bert", "Roberta", "Electra"])
+@pytest.mark.parametrize("host", ENCODERS)
 def test_encoders(host, head, encoding, layout):
     options = {} if layout is None else {"layout": layout}
     if reason := NONE.get((host, head, layout)):
@@ -74,6 +94,71 @@ def test_encoders(host, head, encoding, layout):
     model, stock = export(host + head, encoding, **options)
     assert type(stock).__name__ == CLASSES[encoding, layout] + head and type(stock).__module__.startswith("transformers.")
     equal(model, stock)
+
+
+def test_choices_with_token_types():
+    """RoFormer's head takes BERT's activation, and both read pairs of texts."""
+    model, stock = export("BertForMultipleChoice", "rope", layout="interleaved")
+    assert stock.config.summary_activation == "tanh"
+    equal(model, stock, token_type_ids=torch.arange(19).ge(9).long().expand(2, -1))
+
+
+def test_task_types():
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="Ernie has task types"):
+        hf_posenc.to_stock(hf_posenc.patch(tiny("ErnieModel", use_task_id=True), "rope"))
+
+
+@pytest.mark.parametrize("encoding", ["none", "learned", "sinusoidal", "sinusoidal_2d", "sinusoidal+sinusoidal_2d"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ViTModel",
+        "DeiTForImageClassification",
+        "CLIPVisionModel",
+        "SiglipVisionModel",
+        "Dinov2WithRegistersModel",
+        "YolosModel",
+    ],
+)
+def test_images(name, encoding):
+    """The tables of vision models are filled. Extra tokens, such as class tokens, get zeros."""
+    model = randomize_encoding(hf_posenc.patch(tiny(name), encoding)).eval()
+    stock = hf_posenc.to_stock(model)
+    assert type(stock) is type(model).original_class
+    size = model.config.image_size if isinstance(model.config.image_size, (list, tuple)) else [model.config.image_size] * 2
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    compared(model, stock, {"pixel_values": images}, torch.ones(0, 0))
+    if encoding != "none":  # positions have an effect
+        assert_apart(stock(images)[0], hf_posenc.to_stock(hf_posenc.patch(tiny(name), "none").eval())(images)[0])
+
+
+def test_oblong_images():
+    model = hf_posenc.patch(tiny("ViTModel", image_size=(16, 24)), "sinusoidal_2d").eval()
+    images = torch.randn(2, 3, 16, 24)
+    compared(model, hf_posenc.to_stock(model), {"pixel_values": images}, torch.ones(0, 0))
+
+
+@pytest.mark.parametrize("encoding", ["none", "t5"])
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "T5EncoderModel", "MPNetModel", "BeitModel"])
+def test_biases(name, encoding):
+    """Biases of the original class get those of the encoding, or zeros."""
+    sizes = {"use_relative_position_bias": True} if name == "BeitModel" else {}
+    options = {"max_distance": 77} if encoding == "t5" and name.startswith("T5") else {}
+    if name == "BeitModel" and encoding == "t5":
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: none keeps the class"):
+            hf_posenc.to_stock(hf_posenc.patch(tiny(name, **sizes), encoding))
+        return
+    if name == "MPNetModel":
+        sizes = {"relative_attention_num_buckets": 32}
+    model = randomize_encoding(hf_posenc.patch(tiny(name, **sizes), encoding, **options)).eval()
+    stock = hf_posenc.to_stock(model)
+    assert type(stock) is type(model).original_class
+    assert not options or stock.config.relative_attention_max_distance == 77
+    if name == "BeitModel":
+        images = torch.randn(2, 3, model.config.image_size, model.config.image_size)
+        compared(model, stock, {"pixel_values": images}, torch.ones(0, 0))
+    else:
+        equal(model, stock, **({"decoder_input_ids": tokens(2, 9)} if "Generation" in name else {}))
 
 
 TABLES = ["BertForMaskedLM", "RobertaModel", "ElectraModel", "DistilBertModel", "GPT2LMHeadModel", "OPTForCausalLM"]
@@ -99,6 +184,11 @@ def test_tables(name, encoding):
         ("Qwen3ForCausalLM", {"rope_type": "linear", "factor": 3.0}, "Qwen3ForCausalLM"),
         ("GPTNeoXForCausalLM", {"theta": 500.0}, "GPTNeoXForCausalLM"),
         ("MistralModel", {"theta": 500.0}, "MistralModel"),
+        ("PhiForCausalLM", {"theta": 500.0}, "PhiForCausalLM"),
+        ("PhiForCausalLM", {"partial_rotary_factor": 0.5}, "PhiForCausalLM"),
+        ("ModernBertForMaskedLM", {"theta": 500.0}, "ModernBertForMaskedLM"),
+        ("Gemma3ForCausalLM", {"theta": 500.0}, "Gemma3ForCausalLM"),
+        ("SmolLM3ForCausalLM", {"layers": [1]}, "SmolLM3ForCausalLM"),
         ("BertModel", {"theta": 500.0, "rope_type": "linear", "factor": 2.0}, "JinaEmbeddingsV3Model"),
     ],
     ids=str,
@@ -116,6 +206,17 @@ def test_without_rotation():
     equal(model, stock)
 
 
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "PhiForCausalLM", "CohereForCausalLM", "ModernBertModel"])
+def test_angles_without_effect(name):
+    """Classes with rotary parameters keep their class without positions: all angles round to 0."""
+    model, stock = export(name, "none")
+    assert type(stock) is type(model).original_class
+    equal(model, stock)
+    far = torch.arange(19)[None] + 100_000
+    with torch.no_grad():
+        assert_close(stock(tokens(1, 19), position_ids=far)[0], stock(tokens(1, 19))[0])
+
+
 @pytest.mark.parametrize(
     ("name", "encoding", "options", "words"),
     [
@@ -123,11 +224,15 @@ def test_without_rotation():
         ("BertModel", "t5", {"num_buckets": 64, "max_distance": 200}, "num_buckets=32 and max_distance=128"),
         ("BertModel", "rope", {"layers": [0]}, "rope in all layers"),
         ("BertModel", "alibi", {}, "Nearest: t5"),
-        ("BertForMultipleChoice", "rope", {}, "no counterpart of BertForMultipleChoice"),
-        ("LlamaForCausalLM", "rope", {"layout": "interleaved"}, "LlamaForCausalLM differs by"),
-        ("Qwen3ForCausalLM", "none", {}, "Nearest: rope in all layers"),
-        ("GPTJForCausalLM", "rope", {}, "no single set of rotary parameters"),
-        ("ViTModel", "sinusoidal", {}, "ViTModel has no table"),
+        ("LlamaForCausalLM", "rope", {"layout": "interleaved"}, "LlamaForCausalLM differs by .*try another layout"),
+        ("Qwen3ForCausalLM", "t5", {}, "Nearest: rope in all layers and none"),
+        ("Qwen3ForCausalLM", "sinusoidal", {}, "Qwen3ForCausalLM has no learned position embeddings"),
+        ("GPTJForCausalLM", "rope", {}, "no rotary parameters that determine all angles"),
+        ("ViTModel", "rope", {}, "Nearest: additive encodings and none"),
+        ("MarianMTModel", "none", {}, "MarianMTModel computes its positions"),
+        ("BertModel", "sinusoidal", {"inject": "every_layer"}, "BertModel adds vectors to its input only"),
+        ("CLIPModel", "sinusoidal", {"submodel": "vision_model"}, "only the vision_model of this composite model"),
+        ("MPNetModel", "t5", {"num_buckets": 64, "max_distance": 200}, "num_buckets=32"),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -14,18 +14,24 @@ from transformers import PreTrainedModel
 
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
-from hf_posenc.configuration import LENGTH_FIELD, plans_of
+from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
+from hf_posenc.encodings import PatchLayout, PositionContext
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.offsets import MeanOffset
 from hf_posenc.modeling.parameter_sharing import build_on_meta, compute_buffers, share_parameters, stock_config
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
+NO_ROTATION = {"rope_type": "linear", "factor": 1e30, "rope_theta": 10000.0}
+"""Rotary parameters by which all angles are below 1e-20, so that their sines have no effect."""
 TOLERANCE = 1e-5
 """Maximum difference between the outputs of both models in float32, relative to the largest output if that is above 1."""
 LENGTHS = (9, 140, 600)
 """Lengths in tokens at which both models are compared, limited to their maximum length."""
+IMAGES = "pixel_values"
+PAIRED = {"QuestionAnswering": "question from the context", "MultipleChoice": "question from the choice"}
+"""Tasks whose inputs are always pairs of texts -> what token types distinguish."""
 PAGE = "docs/guides/export.md lists the encodings that have an equivalent class."
 
 
@@ -55,7 +61,7 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
     reasons: list[str] = []
     plain = _float32(model)
     others = (functools.partial(_other_class, target) for target in TARGETS)
-    candidates: tuple[Callable[[Any, int], Any], ...] = (_own_class, _without_rotation_in_layers, *others)
+    candidates: tuple[Callable[[Any, int], Any], ...] = (_without_rotation_in_layers, _own_class, *others)
     for candidate in candidates:
         try:
             found = candidate(plain, length)
@@ -82,11 +88,22 @@ def _nearest(model: Any, original: Any) -> str:
     """The encodings of this architecture that have an equivalent class."""
     if original.config_class.model_type in BERT_LIKE:
         return "Nearest: t5 with shared biases is MPNet, rope is JinaEmbeddingsV3, and additive encodings keep the class"
-    names = {kind for plan in plans_of(model.config) for kind, _ in plan.components}
-    if all(kind.follows_rope_parameters for kind in PositionComponent.kinds if kind.__name__ in names):
+    if model.config.position_spec.submodel is not None:
+        return "Export the submodel on its own"
+    components = [each for found in _original(model)[1].values() for each in found.components]
+    if components and all(each.follows_rope_parameters for each in components):
         more = ", and in some layers, SmolLM3" if original.config_class.model_type == "llama" else ""
-        return f"Nearest: rope in all layers keeps the class{more}"
-    return "Nearest: additive encodings and none keep the class if it has a table of position embeddings"
+        return f"Nearest: rope in all layers and none keep the class{more}"
+    if not _is_learned(components):
+        return "No encoding keeps this class, because its positions aren't all learned or set by rotary parameters"
+    kept = ["additive encodings"] if any(each.learned_table is not None for each in components) else []
+    kept += ["shared t5"] if any(each.holds_t5_biases for each in components) else []
+    return f"Nearest: {' and '.join([*kept, 'none'])} keep{'' if kept else 's'} the class"
+
+
+def _is_learned(components: Collection[PositionComponent]) -> bool:
+    """Whether all positions are learned tensors, which can get other values."""
+    return bool(components) and all(each.learned_table is not None or each.zeroed is not None for each in components)
 
 
 def _check_one_pass(model: Any) -> None:
@@ -132,74 +149,147 @@ def without_unused_inputs(tokenizer: Any, model: Any) -> None:
     tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids" or name in read]
 
 
+def _original(model: Any) -> tuple[Any, dict[str, structure.Structure]]:
+    """The original model on the meta device, and its stacks."""
+    stock = type(model).original_class
+    original = build_on_meta(stock, stock_config(model.config, stock), like=model)
+    return original, detection.find_all(original)
+
+
 def _own_class(model: Any, length: int) -> Any:
     """A model of the original class, with the encoding's vectors as position embeddings, or with other RoPE parameters."""
     spec, stock = model.config.position_spec, type(model).original_class
-    if spec.submodel is not None or spec.where or spec.layers:
-        raise _NoEquivalent("")
+    if spec.submodel is not None:
+        raise _NoEquivalent(f"only the {spec.submodel} of this composite model is patched")
+    if spec.where or spec.layers:
+        raise _NoEquivalent("" if spec.layers else "the encoding applies only in parts of the model")
     stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}
-    original = build_on_meta(stock, stock_config(model.config, stock), like=model)
-    found = detection.find_all(original)
+    original, found = _original(model)
     components = [component for each in found.values() for component in each.components]
-    if all(component.follows_rope_parameters for component in components) and spec.type == "rope":
-        return _rotated(model, original, spec.options)
+    if components and all(component.follows_rope_parameters for component in components) and spec.type in ("rope", "none"):
+        return _rotated(model, original, spec.options if spec.type == "rope" else None)
     mechanisms = {*spec.encoding.mechanisms(dict(spec.options))}
-    if not mechanisms <= {"embed"} or spec.inject != "input":
+    has_biases = any(component.holds_t5_biases for component in components)
+    if not mechanisms <= ({"embed", "distance_bias"} if has_biases else {"embed"}):
         raise _NoEquivalent("")
-    if any(component.learned_table is None for component in components):
-        raise _NoEquivalent(f"{stock.__name__} has no table of position embeddings to fill" if mechanisms else "")
+    if spec.inject != "input":
+        raise _NoEquivalent(f"{stock.__name__} adds vectors to its input only")
+    if "embed" in mechanisms and all(component.learned_table is None for component in components):
+        raise _NoEquivalent(f"{stock.__name__} has no learned position embeddings to fill")
+    if not _is_learned(components):
+        raise _NoEquivalent(f"{stock.__name__} computes its positions, which can't be set to other values")
     config = stock_config(model.config, stock)
-    for rows in (length, length + max(each.offset for each in found.values())):  # BART's length field doesn't count the offset
-        setattr(config, LENGTH_FIELD, rows)
+    _set_buckets(config, _bias_options(spec))
+    # BART's length field doesn't count the offset, and images have no such field.
+    for rows in (length, length + max(each.offset or 0 for each in found.values())):
+        if hasattr(config, LENGTH_FIELD):
+            setattr(config, LENGTH_FIELD, rows)
         built = build_on_meta(stock, config, model.dtype, model)
         if _room(built) >= length:
             break
     share_parameters(model, built, rebuilt=_tables(built))
     for name, each in detection.find_all(built).items():
         for component in each.components:
-            key, first = component.learned_table  # type: ignore[misc]
+            key, first = component.learned_table or (component.zeroed, None)
             path, _, parameter = key.rpartition(".")
             owner = built.get_submodule(name).get_submodule(path)
-            shape = owner.get_parameter(parameter).shape
-            owner.register_parameter(parameter, nn.Parameter(_vectors(stacks[name], shape, first)))
+            like, shape = next(stacks[name].parameters()), owner.get_parameter(parameter).shape
+            values = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if first is not None and component.width is not None:
+                _fill_vectors(values.flatten(0, -2)[first:], stacks[name], each, component, config)
+            elif component.holds_t5_biases:
+                _fill_biases(values, stacks[name])
+            owner.register_parameter(parameter, nn.Parameter(values))
     return _finished(model, built)
+
+
+def _bias_options(spec: Any) -> Mapping[str, Any] | None:
+    """The options of the distance biases of an encoding. None if it has none.
+
+    Raises _NoEquivalent unless they are those of T5.
+    """
+    parts = spec.encoding.parts if hasattr(spec.encoding, "parts") else {spec.type: spec.encoding}
+    biases = [name for name, part in parts.items() if "distance_bias" in part.mechanisms()]
+    if not biases:
+        return None
+    options = spec.options if biases == [spec.type] else spec.options[biases[0]]
+    if biases != ["t5"] or options["per_layer"]:
+        raise _NoEquivalent("the biases of this class are those of t5 with per_layer=False")
+    return options
+
+
+def _set_buckets(config: Any, options: Mapping[str, Any] | None) -> None:
+    """Set the fields of T5's biases to the options of `t5`."""
+    for field, option in {"num_buckets": "num_buckets", "max_distance": "max_distance"}.items():
+        if options is not None and hasattr(config, f"relative_attention_{field}"):
+            setattr(config, f"relative_attention_{field}", options[option])
 
 
 def _room(model: PreTrainedModel) -> int:
     """The number of positions in a model's position embeddings."""
-    return min(
-        each.stack.get_parameter(component.learned_table[0]).shape[0] - component.learned_table[1]
+    rooms = [
+        each.stack.get_parameter(component.learned_table[0]).shape[:-1].numel() - component.learned_table[1]
         for each in detection.find_all(model).values()
         for component in each.components
-        if component.learned_table is not None
-    )
+        if component.learned_table is not None and each.tokens is not None
+    ]
+    return min(rooms, default=2**62)
 
 
 def _tables(model: PreTrainedModel) -> set[str]:
-    """Paths of a model's positional components."""
+    """Paths of the modules that are positional components of a model."""
     found: set[str] = set()
     for name, each in detection.find_all(model).items():
-        found |= {f"{name}.{component.path}".strip(".") for component in each.components}
+        found |= {f"{name}.{component.path}".strip(".") for component in each.components if component.path in each.modules}
     return found
 
 
-def _vectors(stack: Any, shape: torch.Size, first: int) -> Tensor:
-    """Position embeddings of this shape, whose row `first` belongs to position 0."""
-    like = next(stack.parameters())
-    table = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    if "embed" in stack.posenc.mechanisms():
+def _fill_vectors(rows: Tensor, stack: Any, found: structure.Structure, component: PositionComponent, config: Any) -> None:
+    """Write the encoding's vectors to position embeddings `[N, D]`, which begin with position 0."""
+    parts = [part for part in stack.posenc.named_parts().values() if "embed" in part.mechanisms()]
+    if not parts:
+        return
+    patches = component.patches
+    with torch.no_grad():
+        positions = torch.arange(len(rows) if patches is None else patches, device=rows.device)[None]
+        grid = () if patches is None or found.axes == 1 else _grid(config, patches)
+        context = PositionContext(stack.posenc, positions, 0, positions[:, :1], patches=PatchLayout(grid=grid))
+        for part in parts:
+            rows[: positions.shape[1]] += part("embed", context.coordinates(part.axes))[0].to(rows.dtype)
+
+
+def _grid(config: Any, patches: int) -> tuple[int, int]:
+    """The rows and columns of an image's patches.
+
+    Raises _NoEquivalent if the config doesn't determine them.
+    """
+    sizes = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+    (height, width), (tall, wide) = (size if isinstance(size, (tuple, list)) else (size, size) for size in sizes)
+    if None in (height, tall) or (height // tall) * (width // wide) != patches:
+        raise _NoEquivalent("the config doesn't determine the rows and columns of its patches")
+    return height // tall, width // wide
+
+
+def _fill_biases(values: Tensor, stack: Any) -> None:
+    """Write the biases of `t5` to a table `[buckets, H]`."""
+    for part in (part for part in stack.posenc.named_parts().values() if "distance_bias" in part.mechanisms()):
+        if part.weight.shape != values.shape:
+            raise _NoEquivalent(f"{values.shape[0]} buckets are fixed in this class")
         with torch.no_grad():
-            positions = torch.arange(shape[0] - first, device=like.device)[None]
-            table[first:] = stack.posenc("embed", positions)[0].to(like.dtype)
-    return table
+            values.copy_(part.weight)
 
 
-def _rotated(model: Any, original: Any, options: Mapping[str, Any]) -> Any:
-    """A model of the original class whose rotary embeddings have other parameters."""
+def _rotated(model: Any, original: Any, options: Mapping[str, Any] | None) -> Any:
+    """A model of the original class with the RoPE parameters of `rope`. None: angles that round to 0."""
     config = stock_config(model.config, type(original))
-    if not isinstance(getattr(config, "rope_parameters", None), dict) or "rope_theta" not in config.rope_parameters:
-        raise _NoEquivalent(f"{type(original).__name__} has no single set of rotary parameters")
-    config.rope_parameters = rope_parameters(options)
+    given = getattr(config, "rope_parameters", None) or {}
+    sets = [given] if "rope_theta" in given else [each for each in given.values() if each is not None]
+    if not sets or not all(isinstance(each, dict) and "rope_theta" in each for each in sets):
+        raise _NoEquivalent(f"{type(original).__name__} has no rotary parameters that determine all angles")
+    wanted = NO_ROTATION if options is None else rope_parameters(options)
+    for each in sets:  # one, or one for each type of layer
+        whole = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in each else {}
+        each.clear(), each.update(whole | wanted)
     built = build_on_meta(type(original), config, model.dtype, model)
     share_parameters(model, built, rebuilt=_tables(built))
     return _finished(model, built)
@@ -208,7 +298,7 @@ def _rotated(model: Any, original: Any, options: Mapping[str, Any]) -> Any:
 def _without_rotation_in_layers(model: Any, length: int) -> Any:
     """SmolLM3, which is Llama with `rope` in some layers."""
     spec, stock = model.config.position_spec, type(model).original_class
-    if stock.config_class.model_type != "llama" or spec.submodel is not None:
+    if stock.config_class.model_type not in ("llama", "smollm3") or spec.submodel is not None:
         raise _NoEquivalent("")
     if spec.type not in ("rope", "none"):
         raise _NoEquivalent("SmolLM3 rotates with `rope` in some layers, and with nothing in the others")
@@ -218,6 +308,8 @@ def _without_rotation_in_layers(model: Any, length: int) -> Any:
     given = stock_config(model.config, stock).to_dict()
     layers = given["num_hidden_layers"]
     turning = _acting_layers(model, layers)
+    if len(turning) == layers and stock.config_class.model_type == "llama":
+        raise _NoEquivalent("")
     if given.get("head_dim") not in (None, given["hidden_size"] // given["num_attention_heads"]):
         raise _NoEquivalent("SmolLM3 has heads of hidden_size / num_attention_heads features")
     names = {field for field in target.config_class().to_dict() if field not in ("model_type", "architectures", "layer_types")}
@@ -258,6 +350,8 @@ def _other_class(target: Target, model: Any, length: int) -> Any:
     if reason := target.unlike(spec.options):
         raise _NoEquivalent(reason)
     source = stock_config(model.config, stock)
+    if reason := family.unlike_bert(source):
+        raise _NoEquivalent(reason)
     if getattr(source, "embedding_size", source.hidden_size) != source.hidden_size:
         raise _NoEquivalent(f"{target.prefix} has no projection from embedding_size={source.embedding_size} to hidden_size")
     if getattr(source, "is_decoder", False):
@@ -265,13 +359,16 @@ def _other_class(target: Target, model: Any, length: int) -> Any:
     task = stock.__name__.removeprefix(family.prefix).removeprefix("For")
     if task != "Model" and not (task in family.heads and task in target.heads):
         raise _NoEquivalent(f"{target.prefix} has no counterpart of {stock.__name__}")
-    ours, theirs = family.activation(task, source), target.activation(task, source)
-    if ours != theirs:
+    fields = {**source.to_dict(), **family.settings_of(source)}
+    ours, theirs = family.activation(task, fields), target.activation(task, fields)
+    if ours != theirs and task not in target.chosen_activations:
         raise _NoEquivalent(f"the head of {target.prefix} uses {theirs}, and that of {stock.__name__} {ours}")
     folded = "token_type" not in target.body
-    if folded:
+    if folded and "token_type" in family.body:
         _check_token_types(model, family, task, target)
-    config, cls = _config(target, source, spec.options, length, folded), _class(target, task)
+    config, cls = _config(target, fields, spec.options, length, folded), _class(target, task)
+    for field, value in (target.chosen_activations[task](ours) if task in target.chosen_activations else {}).items():
+        setattr(config, field, value)
     without_pooler = task == "Model" and "pooler" in target.body and not _has(model, "pooler.dense")
     built = build_on_meta(functools.partial(cls, add_pooling_layer=False) if without_pooler else cls, config, model.dtype)
     _assign(model, built, _pairs(family, target, task, model, built))
@@ -286,15 +383,14 @@ def _class(target: Target, task: str) -> Any:
     return cls
 
 
-def _config(target: Target, source: Any, options: Mapping[str, Any], length: int, untied: bool) -> Any:
-    """A config of the target with the sizes and labels of the source."""
-    given = source.to_dict()
+def _config(target: Target, given: Mapping[str, Any], options: Mapping[str, Any], length: int, untied: bool) -> Any:
+    """A config of the target with the given sizes and labels."""
     kind: Any = getattr(transformers, f"{target.prefix}Config")
     fields = {*kind().to_dict(), "num_labels", "id2label", "label2id", "problem_type"}
     left_out = {"model_type", "architectures", "transformers_version", LENGTH_FIELD, "rope_parameters", "auto_map"}
     taken = {name: value for name, value in given.items() if name in fields - left_out and value is not None}
     if "embedding_size" in fields:
-        taken["embedding_size"] = source.hidden_size
+        taken["embedding_size"] = given["hidden_size"]
     taken |= target.settings(options, length)
     return kind(**{**taken, **({"tie_word_embeddings": False} if untied else {})})
 
@@ -304,8 +400,8 @@ def _check_token_types(model: Any, family: Any, task: str, target: Target) -> No
     table = _base(model, family).get_submodule(family.body["token_type"]).weight
     if torch.equal(table, table[:1].expand_as(table)):
         return
-    if task == "QuestionAnswering":
-        raise _NoEquivalent(f"{target.prefix} has no token types, which distinguish the question from the context")
+    if task in PAIRED:
+        raise _NoEquivalent(f"{target.prefix} has no token types, which distinguish the {PAIRED[task]}")
     if task == "SequenceClassification":
         warnings.warn(
             f"{target.prefix} has no token types, so its outputs for pairs of texts (token_type_ids of 1) differ from those of "
@@ -357,13 +453,15 @@ def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded
     like = theirs.get_submodule(family.body["word"]).weight
     offset = theirs.embeddings.position_embeddings._modules.get("posenc")
     added = offset.weight if isinstance(offset, MeanOffset) else torch.zeros_like(like[0])
+    token_types = theirs.get_submodule(family.body["token_type"]).weight if "token_type" in family.body else None
     with torch.no_grad():
         if not folded:
             types = inner.get_submodule(target.body["token_type"])
-            if isinstance(offset, MeanOffset):
-                types.weight = nn.Parameter(types.weight + added, requires_grad=like.requires_grad)
+            if token_types is None or isinstance(offset, MeanOffset):
+                rows = added.expand(types.weight.shape) if token_types is None else token_types + added
+                types.weight = nn.Parameter(rows.clone(), requires_grad=like.requires_grad)
         else:
-            words = like + theirs.get_submodule(family.body["token_type"]).weight[0] + added
+            words = like + added + (0 if token_types is None else token_types[0])
             inner.get_submodule(target.body["word"]).weight = nn.Parameter(words, requires_grad=like.requires_grad)
             positions = inner.get_submodule("embeddings.position_embeddings")
             positions.weight = nn.Parameter(torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device))
@@ -396,6 +494,8 @@ def _finished(model: Any, built: Any) -> Any:
 
 def _verify(model: Any, built: Any) -> None:
     """Raises _NoEquivalent if both models differ on random tokens in float32."""
+    if model.main_input_name not in ("input_ids", IMAGES):
+        raise _NoEquivalent(f"to_stock can't compare models that read {model.main_input_name}")
     usable = min((each for each in (_usable(model), getattr(built.config, LENGTH_FIELD, None)) if each), default=max(LENGTHS))
     lengths = sorted({min(length, usable - 2) for length in LENGTHS})
     worst, place = 0.0, ""
@@ -407,7 +507,9 @@ def _verify(model: Any, built: Any) -> None:
                     if not apart <= worst:
                         worst, place = apart, f"{key} at {length} tokens{name}"
     if not worst <= TOLERANCE:
-        raise _NoEquivalent(f"{type(built).__name__} differs by {worst:.1e} in {place}, more than {TOLERANCE:.0e}")
+        rotated = type(built) is type(model).original_class and model.config.position_spec.type == "rope"
+        why = ". Its layers rotate other features: try another layout" if rotated else ""
+        raise _NoEquivalent(f"{type(built).__name__} differs by {worst:.1e} in {place}, more than {TOLERANCE:.0e}{why}")
 
 
 def _float32(model: Any) -> Any:
@@ -422,11 +524,25 @@ def _usable(model: Any) -> int | None:
 
 
 def _inputs(model: Any, length: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Random tokens `[2, L]`, the same with the second row padded on the right, and, for decoders, on the left.
+    """Random images or tokens `[2, L]`. Tokens are repeated with padding on the right, and, for decoders, on the left.
 
-    Encoders are not compared with left padding. Original classes count it in positions, and patched classes don't.
+    Multiple-choice models get the two rows as choices of one question. Encoders are not compared with left padding. Original
+    classes count it in positions, and patched classes don't.
     """
     config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+    if model.main_input_name == IMAGES:
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        yield "", {IMAGES: torch.randn(2, config.num_channels, *size, generator=generator)}
+        return
+    if type(model).original_class.__name__.endswith("ForMultipleChoice"):
+        for name, inputs in _token_inputs(model, config, generator, length):
+            yield name, {key: value[None] for key, value in inputs.items()}
+        return
+    yield from _token_inputs(model, config, generator, length)
+
+
+def _token_inputs(model: Any, config: Any, generator: torch.Generator, length: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Random tokens for `_inputs`."""
     padding = config.pad_token_id if config.pad_token_id is not None else 0
     allowed = torch.tensor([each for each in range(min(config.vocab_size, 4096)) if each != padding])
     ids = allowed[torch.randint(len(allowed), (2, length), generator=generator)]

@@ -144,6 +144,17 @@ class PositionComponent(abc.ABC):
         """The key of learned position embeddings `[rows, D]`, and the row of position 0. None for other components."""
         return None
 
+    patches: int | None = None
+    """The number of patches of an image that have a vector in `learned_table`. None for models that read tokens."""
+
+    holds_t5_biases: ClassVar[bool] = False
+    """Whether the learned tensor is a table of T5's biases by bucket, `[buckets, H]`."""
+
+    @property
+    def zeroed(self) -> str | None:
+        """The key of a learned tensor that has no effect if it is 0, such as biases. None for other components."""
+        return None
+
     def table(self) -> Tensor | None:
         """The original position embeddings from position 0 on, `[rows, D]`, if any. They can initialize an encoding."""
         return None

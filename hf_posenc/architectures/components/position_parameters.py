@@ -103,7 +103,7 @@ class PositionParameter(PositionComponent):
         return None if self.key in NOT_BY_TOKEN else self.near_path or None
 
     @property
-    def patches(self) -> int:
+    def patches(self) -> int:  # type: ignore[override]
         """The number of patches that have a vector. Extra tokens that were added later (registers) have none."""
         rows = math.prod(self.shape[:-1])
         told = (getattr(module, "num_patches", None) for module in self.near.modules())
@@ -120,13 +120,25 @@ class PositionParameter(PositionComponent):
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {self.path: self.shape} if self.is_learned else {}
 
+    @property
+    def _first(self) -> int:
+        """The row of the first patch."""
+        return math.prod(self.shape[:-1]) - self.extra_tokens[1] - self.patches
+
+    @property
+    def learned_table(self) -> tuple[str, int] | None:
+        return (self.path, self._first) if self.is_learned and self.key not in NOT_BY_TOKEN else None
+
+    @property
+    def zeroed(self) -> str | None:
+        return self.path if self.is_learned and self.key in NOT_BY_TOKEN else None
+
     def table(self) -> Tensor | None:
         """The vectors of the patches. None if there isn't one vector per patch."""
         if self.key in NOT_BY_TOKEN:
             return None
         vectors = self._tensor.flatten(0, -2)
-        before = len(vectors) - self.extra_tokens[1] - self.patches
-        return vectors[before : before + self.patches]
+        return vectors[self._first : self._first + self.patches]
 
 
 class Zeros:

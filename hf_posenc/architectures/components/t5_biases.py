@@ -17,6 +17,7 @@ class RelativeBias(PositionComponent):
     """Biases by distance bucket, as in T5, in one module of a stack or in each attention."""
 
     encoding, verb = "t5", "distance_bias"
+    holds_t5_biases = True
     module: Any
 
     @classmethod
@@ -41,6 +42,10 @@ class RelativeBias(PositionComponent):
 
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": tuple(self.module.weight.shape)}
+
+    @property
+    def zeroed(self) -> str | None:
+        return f"{self.path}.weight" if isinstance(self.module, nn.Embedding) else None
 
 
 def _maker(module: Any) -> tuple[str, str] | None:

@@ -44,6 +44,14 @@ class WindowBias(PositionParameter):
         return None
 
     @property
+    def learned_table(self) -> None:
+        return None
+
+    @property
+    def zeroed(self) -> str | None:
+        return self.path if self.is_learned else None
+
+    @property
     def width(self) -> None:  # type: ignore[override]
         return None
 
