@@ -21,6 +21,7 @@ CPU core that multiplies bfloat16 matrices.
 """
 
 import argparse
+import inspect
 import math
 import random
 import time
@@ -37,7 +38,6 @@ from transformers.utils import logging
 import hf_posenc
 from experiments.data import pages
 from experiments.drope import load_original, rotated_features
-from hf_posenc._compat import takes_argument
 from hf_posenc.diagnostics.figures import SMALL, Sheet
 from hf_posenc.evaluation import metrics, passkeys, records, terminals
 from hf_posenc.serialization.atomic import write_text
@@ -61,7 +61,7 @@ COARSE_TO_FINE = (0, 9, 4, 2, 7, 1, 5, 8, 3, 6)
 """The order of depths, so that those of a stopped run are spread over the length."""
 BIN, BINS = 1024, 4
 """Positions in a bin of the record, and bins of the table over the whole length."""
-CACHE = "cache" if takes_argument(masking_utils.create_causal_mask, "cache") else "past_key_values"
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 """The argument of models for a cache, which Transformers 5.24 renamed."""
 CHUNK = 512
 """Tokens that `grouped` reads at once beyond the maximum length of the original, and positions of a chunk of logits."""
@@ -84,7 +84,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", type=Path, required=True, help="directory for the record, its table, and its figure")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.depths <= DEPTHS:
-        parser.error(f"--depths {arguments.depths} isn't a number from 1 to {DEPTHS}")
+        parser.error(f"--depths {arguments.depths} isn't valid. Choose a number from 1 to {DEPTHS}.")
+    if arguments.documents and arguments.length % (BINS * BIN):
+        parser.error(f"--length {arguments.length} isn't a multiple of {BINS * BIN}. Choose one, or set --documents 0.")
     return arguments
 
 
@@ -255,11 +257,22 @@ def gap(own: dict[str, list[float]], other: dict[str, list[float]]) -> list[str]
     return [f"{value:+.3f} [{low:+.2f}, {high:+.2f}]" for value, (low, high) in found]
 
 
+def in_order(found: dict[str, Any]) -> dict[str, Any]:
+    """Results by method, in the order of METHODS."""
+    return {name: found[name] for name in (WINDOWS, ORIGINAL, *METHODS) if name in found}
+
+
+def complete(losses: dict[str, Any]) -> dict[str, Any]:
+    """The methods that have read all pages, whose means can be compared."""
+    most = max(map(len, losses.values()))
+    return {name: found for name, found in in_order(losses).items() if len(found) == most}
+
+
 def lines(record: dict[str, Any]) -> list[str]:
     """The tables."""
     text = [f"Passkeys: right tokens per depth from 0 to 1, exact match, token accuracy. {metrics.UNCORRECTED}.", ""]
     for length, of_length in record["passkeys"].items():
-        for name, found in of_length.items():
+        for name, found in in_order(of_length).items():
             each = exact(found)
             shown = " ".join(
                 f"{sum(map(sum, found[str(depth)])):2}" if str(depth) in found else " ." for depth in range(DEPTHS)
@@ -272,14 +285,14 @@ def lines(record: dict[str, Any]) -> list[str]:
     for length, of_length in record["losses"].items():
         size = int(length) // BINS
         parts = [f"{start // 1024}k-{(start + size) // 1024}k" for start in range(0, int(length), size)]
-        text += ["", f"Mean loss in nats by position, at {int(length):,} tokens.", ""]
+        text += ["", f"Mean loss in nats by position, at {int(length):,} tokens, of the methods that have read all pages.", ""]
         text.append(f"{'':15} pages " + "".join(f"{part:>9}" for part in parts))
-        for name, found in of_length.items():
+        for name, found in complete(of_length).items():
             text.append(f"{name:15} {len(found):5} " + "".join(f"{each:9.3f}" for each in by_position(found, [*found]).mean(0)))
         for base in (WINDOWS, "ntk"):
             text += ["", f"Paired difference from {base!r} with its 95% interval over pages.", ""]
             text.append(f"{'':15} " + "".join(f"{part:24}" for part in parts))
-            for name, found in of_length.items():
+            for name, found in in_order(of_length).items():
                 if base in of_length and name != base:
                     text.append(f"{name:15} " + "".join(f"{each:24}" for each in gap(found, of_length[base])))
     if record.get("precision"):
@@ -292,7 +305,7 @@ def lines(record: dict[str, Any]) -> list[str]:
 
 def figure(record: dict[str, Any], path: Path) -> None:
     """Left: right tokens of passkeys by method and depth. Right: loss by position."""
-    rows = [(int(length), name, found) for length, of in record["passkeys"].items() for name, found in of.items()]
+    rows = [(int(length), name, found) for length, of in record["passkeys"].items() for name, found in in_order(of).items()]
     sheet = Sheet((9.5, 0.9 + 0.3 * max(9, len(rows))), columns=2, path=path, width_ratios=(1, 1))
     grid, curves = sheet.axes[0]
     values = np.full((len(rows), DEPTHS), np.nan)
@@ -307,11 +320,11 @@ def figure(record: dict[str, Any], path: Path) -> None:
     grid.set_xlabel("depth of the key")
     grid.tick_params(length=0)
     sheet.title(grid, "Right tokens of passkeys")
-    for of in record["losses"].values():
-        for place, (name, found) in enumerate(of.items()):
+    for length, of in record["losses"].items():
+        for place, (name, found) in enumerate(complete(of).items()):
             means = np.asarray([*found.values()]).mean(0)
             means = means.reshape(-1, 2).mean(1) if len(means) % 2 == 0 else means
-            step = int([*record["losses"]][0]) / len(means) / 1024
+            step = int(length) / len(means) / 1024
             curves.plot((np.arange(len(means)) + 0.5) * step, means, label=name, **sheet.line(place))
     sheet.reference(curves, x=record["trained_length"] / 1024)
     sheet.grid(curves, "y")

@@ -108,3 +108,17 @@ def test_too_few_pages(tokenizer, monkeypatch):
     monkeypatch.setattr(pages, "split", lambda folder: ([], []))
     with pytest.raises(SystemExit, match="has 0 evaluation pages of 64 tokens"):
         decoder_lengths.long_documents("pages", tokenizer, 64, 2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--depths", "11"], "--depths 11 isn't valid. Choose a number from 1 to 10."),
+        (["--length", "9000"], "--length 9000 isn't a multiple of 4096. Choose one, or set --documents 0."),
+        (["--methods", "rope"], "invalid choice: 'rope'"),
+    ],
+)
+def test_wrong_flags(capsys, more, expected):
+    with pytest.raises(SystemExit):
+        decoder_lengths.parse_arguments(["--pages", "pages", "--output_dir", "x", *more])
+    assert expected in capsys.readouterr().err
