@@ -38,7 +38,6 @@ from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import Ranks, paired, ranked, score
 from hf_posenc.evaluation.retrieval import Embedder, strategies
 from hf_posenc.evaluation.retrieval_by_length import Case, cases
-from hf_posenc.modeling.windows import divided
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -55,6 +54,19 @@ BASELINE = "minilm, chunked by 512, mean"
 TIMED, ROUNDS = (512, 1024, 2048, 4096, 8192), 3
 
 
+def nearest_windows(length: int, stride: int, window: int = 512) -> Tensor:
+    """The number of the window in which each token of a text is most central, `[L]`. Special tokens count for the first."""
+    room, inner = window - 2, length - 2
+    last = max(0, inner - room)
+    starts = torch.tensor([*range(0, last, stride), last])[:, None]
+    left = torch.arange(-1, inner + 1) - starts  # [windows, L]
+    right = room - 1 - left
+    outside = (left < 0) | (right < 0)
+    left[0] += length
+    right[-1] += length
+    return torch.minimum(left, right).masked_fill(outside, -1).argmax(0)
+
+
 @torch.no_grad()
 def variants(model: Any, original: Any, stride: int, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Name -> the embedding `[D]` of one text by each variant of windows."""
@@ -62,7 +74,7 @@ def variants(model: Any, original: Any, stride: int, inputs: dict[str, Tensor]) 
     states, length = output.last_hidden_state[0], inputs["input_ids"].shape[1]  # [L, D]
     states = states.float()
     yield f"windows, stride {stride}", states.mean(0)
-    window = divided(inputs["attention_mask"].bool(), model.posenc_state.spec.windows).window[0]  # [L]
+    window = nearest_windows(length, stride)
     means = [normalize(states[window == number].mean(0), dim=0) for number in window.unique()]
     yield f"windows, stride {stride}, normalized", torch.stack(means).mean(0)
     if stride != MAIN:
