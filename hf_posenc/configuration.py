@@ -204,6 +204,7 @@ class Calibration:
     agreement_before, agreement: mean cosine between the hidden states of the model and of the original, patched only and
         calibrated.
     held_out: number of texts for the agreement that weren't used for calibration. 0 if it was measured on the same texts.
+    ranges: number of ranges of positions that have separate vectors in place of position embeddings (`modeling/offsets.py`).
     """
 
     texts: int
@@ -214,6 +215,7 @@ class Calibration:
     agreement_before: float
     agreement: float
     held_out: int
+    ranges: int = 1
 
     @classmethod
     def parse(cls, given: Any) -> "Calibration | None":
@@ -221,6 +223,7 @@ class Calibration:
         if given is None:
             return None
         kinds = get_type_hints(cls)
+        given = {"ranges": 1, **given} if isinstance(given, dict) else given  # models from 1.0 have no ranges
         if not isinstance(given, dict) or given.keys() != kinds.keys():
             raise ValueError(
                 f"position_encoding['calibration'], which convert writes, must not be edited, but contains "

@@ -77,7 +77,7 @@ class Report:
         if found := self.calibration:
             where = f"{found.held_out} held-out texts" if found.held_out else "the same texts"
             rows += [
-                ("calibrated on", f"{found.texts} texts of up to {found.length} tokens"),
+                ("calibrated on", f"{found.texts} texts of up to {found.length} tokens, {found.tokens:,} in total"),
                 ("divergence", f"{_listed(found.kl_before)} before, {_listed(found.kl_after)} after (attention, by layer)"),
                 ("cosine", f"{found.agreement_before:.3f} before, {found.agreement:.3f} after (hidden states of {where})"),
             ]

@@ -88,6 +88,9 @@ def test_with_questions_of_ones_own(folder, tmp_path):
     assert "24 of your queries find their documents" in re.sub(r"\s+", " ", said)
     said = run("convert", folder / "bert", "t5", *given, "--no-compare", "--output-dir", tmp_path / "other")
     assert "MRR" not in said
+    amount = ("--calibration-texts", 9, "--calibration-length", 20, "--no-compare")
+    said = run("convert", folder / "bert", "t5", *given, *amount, "--output-dir", tmp_path / "few")
+    assert "9 texts of up to 20 tokens, 180 in total" in re.sub(r"\s+", " ", said)
     made, expected = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("other", "out"))
     assert_equal(made, expected)
 

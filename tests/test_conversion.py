@@ -15,7 +15,7 @@ from conftest import WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
-from models import HOSTS, first, slow, stock, tiny, tokens
+from models import CACHE, HOSTS, first, slow, stock, tiny, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -92,6 +92,91 @@ def test_blocks_contribute_what_they_did_by_the_median(host):
         gaps = (outputs(model, path, batch()) - outputs(new, path, batch())).median(0).values
         assert gaps.abs().max() < 1e-5
         assert new.get_submodule(path).posenc.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("host", "table"), [("bert", "embeddings.position_embeddings"), ("gpt2", "wpe"), ("bart", "")])
+def test_vectors_by_range(host, table):
+    """Positions 0, 1, 2 to 3, 4 to 7, and so on get the median of the original position embeddings there."""
+    if host == "bart":
+        inner = stock(host).encoder
+        model, new = convert(inner, "relative", max_distance=REACH)
+        table, rows = "embed_positions", model.embed_positions.weight[2:]
+    else:
+        model, new = convert(host, "relative", max_distance=REACH)
+        rows = model.get_submodule(table).weight
+    found = new.get_submodule(table).posenc.weight
+    ranges = [[0], [1], [2, 3], [*range(4, 8)], [*range(8, 16)], [*range(16, 24)]]
+    assert hf_posenc.inspect(new).calibration.ranges == len(ranges) == len(found)
+    for positions, vector in zip(ranges, found, strict=True):
+        torch.testing.assert_close(vector, rows[positions].median(0).values)
+
+
+def test_positions_count_from_the_first_token():
+    """Padding on the left changes nothing, and a cache gives what a whole text gives."""
+    _, new = convert("bert", "relative", max_distance=REACH)
+    ids = tokens(1, 9)
+    mask = torch.ones(1, 14, dtype=torch.long)
+    mask[:, :5] = 0
+    left = first(new(torch.nn.functional.pad(ids, (5, 0)), attention_mask=mask))[:, 5:]
+    torch.testing.assert_close(left, first(new(ids)), rtol=1e-4, atol=1e-5)
+    _, decoder = convert("gpt2", "relative", max_distance=REACH)
+    start = decoder(ids[:, :5], use_cache=True)
+    more = first(decoder(ids[:, 5:], **{CACHE: start.past_key_values}))
+    torch.testing.assert_close(more, first(decoder(ids))[:, 5:], rtol=1e-4, atol=1e-5)
+
+
+def test_models_with_one_vector_for_all_positions(tmp_path):
+    """Saved before there were ranges."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hf_posenc.modeling.offsets.range_count", lambda length: 1)
+        _, new = convert("bert", "relative", max_distance=REACH)
+    assert new.embeddings.position_embeddings.posenc.weight.ndim == 1
+    expected = first(new.eval()(**batch()))
+    new.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["position_encoding"]["calibration"].pop("ranges") == 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_equal(first(AutoModel.from_pretrained(tmp_path)(**batch())), expected)
+
+
+def test_amount_of_texts():
+    """As many texts of as many tokens as asked, by default up to the original's length."""
+    texts = [batch(length, 2, seed=length) for length in (10, 14, 24, 20)]
+    for asked, expected in {
+        (): (8, 136, 24),
+        (("calibration_texts", 3),): (3, 24 + 24 + 20, 24),
+        (("calibration_length", 12),): (8, 10 * 2 + 12 * 6, 12),
+        (("calibration_texts", 3), ("calibration_length", 16)): (3, 48, 16),
+    }.items():
+        _, new = convert("bert", "relative", texts=texts, max_distance=REACH, **dict(asked))
+        report = hf_posenc.inspect(new).calibration
+        assert (report.texts, report.tokens, report.length) == expected
+        assert f"{expected[0]} texts of up to {expected[2]} tokens, {expected[1]} in total" in str(hf_posenc.inspect(new))
+
+
+def test_padded_texts_are_fitted_as_they_are_alone():
+    """Texts of several lengths in one batch: each distance gets its mass, which loops over the texts add up."""
+    texts = [batch(length, 2, seed=length) for length in (9, 24, 15)]
+    model, new = convert("bert", "relative", texts=texts, max_distance=REACH)
+    for layer in range(2):
+        expected, actual = (sum(masses(attentions(each, text)[layer]) for text in texts) for each in (model, new))
+        assert float((expected - actual).abs().sum() / expected.sum()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(("calibration_texts", value, "must be an integer of at least 1") for value in (0, -3, 2.5, None, True, "9")),
+        *(("calibration_length", value, "must be an integer of at least 1, or None") for value in (0, 2.5, False, "9")),
+        ("calibration_length", 25, "exceeds the original model's maximum length, 24 tokens"),
+    ],
+)
+def test_refuses_other_amounts(name, value, words):
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*{words}"):
+        convert("bert", "relative", max_distance=REACH, **{name: value})
+    if value == 25:
+        with pytest.raises(ValueError, match="calibration_length=20 exceeds max_length, 16 tokens"):
+            convert("bert", "relative", max_distance=REACH, max_length=16, calibration_length=20)
 
 
 FITTED = {

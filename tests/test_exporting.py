@@ -359,7 +359,30 @@ def test_converted_models(minilm, encoding):
     texts = [f"Text {number} is about dogs, cats, and other animals. " * 40 for number in range(12)]
     model = hf_posenc.convert(SentenceTransformer(minilm), encoding, texts=texts, max_length=300, exportable=True)
     assert any("posenc.weight" in name and "dense" in name for name, _ in model.named_parameters())
+    assert hf_posenc.inspect(model).calibration.ranges == (10 if encoding == "t5" else 1)  # MPNet has a table for them
     stock = hf_posenc.to_stock(model)
     assert_close(stock.encode(texts[:3], convert_to_tensor=True), model.encode(texts[:3], convert_to_tensor=True), rtol=1e-3)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: t5"):
         hf_posenc.convert(SentenceTransformer(minilm), "relative", texts=texts, exportable=True)
+    if encoding == "rope":
+        other = hf_posenc.convert(SentenceTransformer(minilm), encoding, texts=texts)
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="no position embeddings to store .*exportable=True"):
+            hf_posenc.to_stock(other)
+
+
+@pytest.mark.parametrize("name", ["MPNetModel", "GPT2LMHeadModel"])
+def test_converted_models_of_their_own_class(name):
+    """Calibrated vectors become part of the table and the biases of the original class."""
+    sizes = (
+        {"relative_attention_num_buckets": 32, "max_position_embeddings": 162, "pad_token_id": 1}
+        if name == "MPNetModel"
+        else {}
+    )
+    batches = [{"input_ids": tokens(6, 160 if sizes else 24)}]
+    if name == "MPNetModel":
+        model = hf_posenc.convert(tiny(name, **sizes), "t5", texts=batches, per_layer=False, exportable=True)
+        assert model.embeddings.position_embeddings.posenc.weight.ndim == 2
+        equal(model, hf_posenc.to_stock(model))
+    else:
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: additive encodings and none"):
+            hf_posenc.convert(tiny(name), "t5", texts=batches, exportable=True)

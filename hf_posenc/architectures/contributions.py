@@ -1,4 +1,4 @@
-"""The modules of an encoder or decoder to whose outputs calibration adds constant vectors.
+"""The modules of an encoder or decoder to whose outputs calibration adds vectors.
 
 Positions can change the mean of these outputs. Only checkpoints of calibrated models contain this module.
 """
@@ -8,21 +8,22 @@ from typing import Any
 from hf_posenc.architectures.structure import CROSS_ATTENTION, Structure
 
 
-def contributions(structure: Structure) -> dict[str, int]:
-    """Width of each contribution, by path.
+def contributions(structure: Structure, ranges: int = 1) -> dict[str, tuple[int, ...]]:
+    """Shape of the vectors for each contribution, by path: `[D]`, or `[ranges, D]` for position embeddings with several ranges.
 
     Contributions are the position embeddings that are added to the inputs, and the outputs that each layer adds to the residual
     stream: the last projections of its attention block and of its feed-forward block.
     """
     modules, width = structure.modules, structure.stack.config.hidden_size
     tables = (component for component in structure.components if component.accepts_embeddings)
-    found = {component.path: component.width for component in tables if component.width is not None}
+    shape = (ranges,) if ranges > 1 else ()
+    found = {component.path: (*shape, component.width) for component in tables if component.width is not None}
     for block, layer in dict(zip(structure.blocks.values(), structure.layer_paths.values(), strict=True)).items():
         inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and _projects(module, width)]
         inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
         of_attention = [path for path in inside if f"{path}.".startswith(f"{block}.")]
         others = [path for path in inside if path not in of_attention]
-        found.update((path, width) for last in (of_attention, others) for path in last[-1:])
+        found.update((path, (width,)) for last in (of_attention, others) for path in last[-1:])
     return found
 
 

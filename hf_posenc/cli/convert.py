@@ -53,6 +53,11 @@ def convert(
     text_column: TextColumn = "text",
     queries: Queries = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Number of distillation steps after the calibration.")] = 0,
+    calibration_texts: Annotated[int, typer.Option(min=1, help="Number of texts to calibrate on.")] = 24,
+    calibration_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of tokens of these texts.", show_default="the model's maximum length, up to 512"),
+    ] = None,
     exportable: Annotated[bool, typer.Option(help="Choose options that hf-posenc export supports.")] = False,
     compare: Annotated[bool, typer.Option(help="Compare the models by input length at the end.")] = True,
     overwrite: Overwrite = False,
@@ -89,6 +94,7 @@ def convert(
     stock = _within(original.model, submodel)
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     some |= {"max_length": max_length, "exportable": exportable}
+    some |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
     converted = hf_posenc.convert(original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), **some)
     models = {"calibrated": converted}
     if train_steps:

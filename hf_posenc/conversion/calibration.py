@@ -3,9 +3,10 @@
 The patched model runs once over all texts. Each attention gets the parameters that minimize the mean Kullback-Leibler
 divergence KL(original ‖ model) of its queries' attention. Its inputs come from the layers that are already calibrated. Then
 each of the layer's two blocks gets one vector: the median difference of its contributions to the residual stream. A mean would
-depend mostly on a few tokens, such as [SEP], whose states are far larger than all others. Several attentions can share
-parameters (`per_layer=False`, ALBERT's layers). These are fitted to all of them jointly, in several runs, because the inputs
-change with the parameters.
+depend mostly on a few tokens, such as [SEP], whose states are far larger than all others. Position embeddings are replaced by
+their medians in ranges of positions, because the first tokens and short texts differ most from the median of a long text.
+Several attentions can share parameters (`per_layer=False`, ALBERT's layers). These are fitted to all of them jointly, in
+several runs, because the inputs change with the parameters.
 
 If a bias has one free number for each head and bias row, model and original give equal attention mass to each row at the
 minimum. Iterative proportional fitting reaches it by repeating bias += log(mass in the original / mass in the model)
@@ -31,12 +32,14 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import active_encodings, adds_score_bias
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
+from hf_posenc.modeling.offsets import range_of
 from hf_posenc.modeling.text_batches import real_tokens
 
-MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
-"""Maximum number of rounds of proportional fitting, and the relative error of attention masses at which they end."""
-ITERATIONS, BY_GRADIENTS = 30, 8
-"""Maximum number of L-BFGS iterations, and of texts that they use."""
+MAX_IPF_ROUNDS, MAX_TURNS, IPF_TOLERANCE = 50, 10, 1e-4
+"""Maximum number of rounds of proportional fitting, maximum number of turns of several encodings, and the relative error of
+attention masses at which they end."""
+ITERATIONS, BY_GRADIENTS, MEASURED = 30, 8, 8
+"""Maximum number of L-BFGS iterations, of texts that they use, and of texts on which the divergence is measured."""
 RUNS = 5
 """Number of runs that fit parameters shared by several attentions."""
 FARTHEST = 2**24
@@ -76,10 +79,15 @@ class AttentionRecord:
 
     def texts(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """For each text, the original's probabilities `[H, Q, L]` of real queries, and a function that returns the model's log
-        probabilities."""
+        probabilities.
+
+        L ends with the last real token, so that padding costs no time.
+        """
         for i, shown in enumerate(self.shown):
-            goal = self.goal[i][:, shown].float()
-            yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, self.seen[shown] & shown)
+            end = _end(shown)
+            goal = self.goal[i][:, shown, :end].float()
+            seen = self.seen[shown, :end] & shown[:end]
+            yield goal, partial(self._log_probabilities, i, shown[:end], seen)
 
     @functools.cached_property
     def seen(self) -> Tensor:
@@ -88,25 +96,27 @@ class AttentionRecord:
         return ((self.goal.amax(1) > 0) & self.shown[:, :, None]).any(0)
 
     def numbered(self) -> Iterator[tuple[tuple[Tensor, Callable[[], Tensor]], Tensor]]:
-        """`texts`, each with its row of `shown`."""
-        return zip(self.texts(), self.shown, strict=True)
+        """`texts`, each with a mask of its real tokens, `[L]`."""
+        return zip(self.texts(), (shown[: _end(shown)] for shown in self.shown), strict=True)
 
-    def _log_probabilities(self, text: slice, shown: Tensor, seen: Tensor) -> Tensor:
+    def _log_probabilities(self, text: int, shown: Tensor, seen: Tensor) -> Tensor:
         """Keys that the original masks (padding, later tokens, tokens beyond a window) are masked in the model also."""
-        own = {
-            name: value if value is None or len(value) == 1 else value[text]
+        row, end = slice(text, text + 1), len(shown)
+        own: dict[str, Any] = {
+            name: value if value is None else (value if len(value) == 1 else value[row])[:, :end]
             for name in ("positions", "start", "keys")
             for value in (getattr(self.context, name),)
         }
-        query, key = self.query[text].float(), self.key[text].float()
+        query, key = (states[row, :, :end].float() for states in (self.query, self.key))
         bias = score_bias(self.encodings, query, key, replace(self.context, computed={}, **own))
         scores = query @ key.transpose(2, 3) * self.context.scaling
         scores = (scores if bias is None else scores + bias)[0, :, shown]
         return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
 
-    @property
-    def queries(self) -> int:
-        return int(self.shown.sum()) * self.goal.shape[1]
+
+def _end(shown: Tensor) -> int:
+    """The number of tokens up to the last real one."""
+    return int(shown.nonzero()[-1]) + 1
 
 
 def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
@@ -221,6 +231,11 @@ class _Calibration:
             self.after[path, number] = divergence([call])
         self.progress()
 
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Of real tokens, `[tokens]`."""
+        return (self.shown.cumsum(1) - 1)[self.shown]
+
     def contributed(self, path: str, module: Any, args: tuple, output: Tensor) -> Tensor:
         number = self.count[f"{path} contributed"]
         self.count[f"{path} contributed"] += 1
@@ -229,9 +244,23 @@ class _Calibration:
         if len(calls) > 1:
             self.gaps[path].append(gaps)
             return output
-        gap = gaps.median(0).values
+        gap = self._medians(gaps, module.posenc.weight)
         module.posenc.weight += gap
-        return output + gap.to(output.dtype)
+        return module.posenc.added(output, gap)
+
+    def _medians(self, gaps: Tensor, weight: Tensor) -> Tensor:
+        """The medians of vectors `[tokens, D]`, in the shape of the weight of a MeanOffset.
+
+        A range without tokens gets the vector of the one before.
+        """
+        if weight.ndim == 1:
+            return gaps.median(0).values
+        ranges = range_of(self.positions, len(weight))
+        medians: list[Tensor] = []
+        for number in range(len(weight)):
+            inside = gaps[ranges == number]
+            medians.append(inside.median(0).values if len(inside) else medians[-1])
+        return torch.stack(medians)
 
 
 class _CallRecorder(PositionEncoding):
@@ -266,8 +295,9 @@ def fit(calls: Sequence[AttentionRecord]) -> None:
 
 
 def divergence(calls: Sequence[AttentionRecord]) -> float:
-    """Mean KL(original ‖ model) over heads and real queries, in nats."""
-    return sum(float(_divergence(*text)) for call in calls for text in call.texts()) / sum(call.queries for call in calls)
+    """Mean KL(original ‖ model) over heads and real queries of up to MEASURED texts of each call, in nats."""
+    texts = [text for call in calls for text in islice(call.texts(), MEASURED)]
+    return sum(float(_divergence(*text)) for text in texts) / sum(goal.shape[:2].numel() for goal, _ in texts)
 
 
 def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor:
@@ -275,27 +305,43 @@ def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor
 
 
 def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> bool:
-    """Iterative proportional fitting. Returns False if a bias doesn't have one free number for each head and row."""
+    """Iterative proportional fitting. Returns False if a bias doesn't have one free number for each head and row.
+
+    A change of one number multiplies the probabilities of its row, so each query's sums over rows are sufficient. Several
+    encodings are fitted in turns.
+    """
     length = calls[0].goal.shape[-1]
     distance = torch.arange(1 - length, length, device=calls[0].query.device)
-    rows = [
-        (encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings
-    ]
-    wanted = [_total(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
-    for _ in range(MAX_IPF_ROUNDS):
-        change = 0.0
-        for (encoding, row, acted), goal in zip(rows, wanted, strict=True):
-            if row is None:
+    rows = [(encoding, encoding.rows(distance)) for encoding in encodings]
+    if any(row is None for _, row in rows):
+        return False
+    for _ in range(MAX_TURNS if len(rows) > 1 else 1):
+        largest = 0.0
+        for encoding, row in rows:
+            count, acted = row_count(encoding), [call for call in calls if encoding in call.encodings]
+            texts = [each for call in acted for each in call.numbered()]
+            goal = _total(_by_row(each, shown, row, count).sum(1) for (each, _), shown in texts)  # type: ignore[arg-type]
+            given = [_by_row(log().exp(), shown, row, count) for (_, log), shown in texts]  # type: ignore[arg-type]
+            amounts = _proportional_amounts(goal, given)
+            if not encoding.add_to_bias_rows(amounts):
                 return False
-            given = _total(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
-            masses = (mass.new_zeros(len(mass), row_count(encoding)).index_add_(1, row, mass) for mass in (goal, given))
-            before, now = (mass.clamp(min=LEAST) for mass in masses)
-            if not encoding.add_to_bias_rows((before / now).log()):
-                return False
-            change = max(change, float((before - now).abs().sum() / before.sum()))
-        if change < IPF_TOLERANCE:
+            largest = max(largest, float(amounts.abs().max()))
+        if largest < IPF_TOLERANCE:
             break
     return True
+
+
+def _proportional_amounts(goal: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """What to add to each row's bias so that the probabilities `[H, Q, R]` of all texts sum up to `goal`. Both are `[H, R]`."""
+    goal, amounts = goal.clamp(min=LEAST), torch.zeros_like(goal)
+    for _ in range(MAX_IPF_ROUNDS):
+        factors = amounts.exp()[..., None]
+        masses = (each.transpose(1, 2) @ (each @ factors).reciprocal() for each in given)
+        now = (_total(masses) * factors)[..., 0].clamp(min=LEAST)
+        amounts += (goal / now).log()
+        if float((goal - now).abs().sum() / goal.sum()) < IPF_TOLERANCE:
+            break
+    return amounts
 
 
 def _total(masses: Iterable[Tensor]) -> Tensor:
@@ -308,16 +354,15 @@ def row_count(encoding: PositionEncoding) -> int:
     return 0 if ends is None else int(ends.max()) + 1
 
 
-def _mass(probabilities: Tensor, shown: Tensor) -> Tensor:
-    """Probabilities `[H, Q, L]` of the shown queries, summed by distance: `[H, 2L - 1]`."""
-    heads, _, length = probabilities.shape
-    if not shown.all():
-        whole = probabilities.new_zeros(heads, length, length)
-        whole[:, shown] = probabilities
-        probabilities = whole
-    # Row i of L is shifted by L - 1 - i positions, so that each column is one distance.
-    padded = F.pad(probabilities.flip(1), (0, length))
-    return padded.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
+def _by_row(probabilities: Tensor, shown: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Probabilities `[H, Q, L]` of the shown queries, summed by bias row: `[H, Q, R]`.
+
+    rows: the row of each distance, from the smallest to the largest.
+    """
+    places = torch.arange(len(shown), device=shown.device)
+    middle = len(rows) // 2  # the row of distance 0
+    index = rows[places - places[shown][:, None] + middle].expand(len(probabilities), -1, -1)
+    return probabilities.new_zeros(*index.shape[:2], count).scatter_add_(2, index, probabilities)
 
 
 def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> None:

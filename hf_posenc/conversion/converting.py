@@ -20,7 +20,7 @@ from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.exporting import to_stock
 from hf_posenc.conversion.patching import patch, refuse, refuse_patched
-from hf_posenc.encodings import PositionEncoding, encoding_class, mark
+from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
@@ -32,8 +32,9 @@ from hf_posenc.serialization.tokenizer_files import check_ids, check_known, requ
 from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
-TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
-"""Number of calibration texts, their length in tokens, number of held-out texts, and number of texts to choose from."""
+TEXTS, LENGTH, HELD_OUT, READ = 24, 512, 8, 256
+"""Default number of calibration texts, their default maximum length in tokens (memory grows with its square), number of held-out
+texts, and number of texts to choose from."""
 ENOUGH = 32
 """Minimum number of token pairs for each bias row."""
 
@@ -46,13 +47,16 @@ def convert(
     tokenizer: Any = None,
     max_length: int | None = None,
     exportable: bool = False,
+    calibration_texts: int = TEXTS,
+    calibration_length: int | None = None,
     **options: Any,
 ) -> M:
     """Replace the position encoding of a trained model and calibrate it against the original, without training.
 
-    `convert` takes seconds. It first calls `patch`. Then it fits the biases of the encoding, layer by layer, to the attention
-    of the original model. If the original positions contributed a mean vector to the hidden states, the model gets an equal
-    vector (`hf_posenc.conversion.calibration`). The other parameters are shared and unchanged, so the result of `unpatch` is
+    `convert` first calls `patch`. Then it fits the biases of the encoding, layer by layer, to the attention of the original
+    model. Vectors replace the mean contribution of the original positions to the hidden states: one for each range of positions
+    in place of position embeddings (0, 1, 2 to 3, 4 to 7, and so on), and one for each block of a layer
+    (`hf_posenc.conversion.calibration`). The other parameters are shared and unchanged, so the result of `unpatch` is
     bit-identical to the original. `inspect(model).calibration` reports how closely the model matches the original.
 
     Encodings without parameters (fixed slopes of `alibi`, frequencies of `rope`) can't be fitted; for these, only the mean
@@ -60,19 +64,21 @@ def convert(
 
     Args:
         model: a trained model that isn't patched, or a SentenceTransformer with such a model.
-        texts: in-domain strings, or tokenized batches (`input_ids` `[N, L]` and `attention_mask`). The 24 longest of the first
-            256 texts are used, truncated to 256 tokens, or to more if `max_distance` requires it. Eight others measure the
-            agreement; if there are none, it is measured on the same texts, and the report says so. Fewer texts are sufficient
-            if each distance has enough pairs of tokens.
+        texts: in-domain strings, or tokenized batches (`input_ids` `[N, L]` and `attention_mask`). The longest of the first
+            256 texts are used. Eight others measure the agreement; if there are none, it is measured on the same texts, and the
+            report says so. Fewer texts are sufficient if each distance has enough pairs of tokens.
         tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. Its
             model_max_length becomes the maximum length of the converted model, with a UserWarning.
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
             biases shared by all layers. This costs quality (docs/guides/export.md).
+        calibration_texts: number of texts to calibrate on.
+        calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: these
+            lengths, but 512 at most, or twice `max_distance`. Time and memory grow with the square of the length.
         max_length, **options: as in `patch`, including `submodel`.
 
     Raises:
-        ValueError: as in `patch`. There are no texts, or they are too short or too few for the distances. The encoding doesn't
-            apply in attention. The model is already patched.
+        ValueError: as in `patch`. calibration_texts or calibration_length is invalid. There are no texts, or they are too short
+            or too few for the distances. The encoding doesn't apply in attention. The model is already patched.
         UnsupportedModelError: as in `patch`. Calibration can't reproduce the attention probabilities of the model. With
             `exportable`, the encoding has no equivalent class for this model.
     """
@@ -81,22 +87,37 @@ def convert(
         own: Any = model.tokenizer
         own = own.__call__ if tokenizer is None else tokenizer
         given = {"texts": texts, "tokenizer": own, "max_length": max_length, "exportable": exportable}
+        given |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
         change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
     refuse_patched(model, "convert")
+    for name, value in {"calibration_texts": calibration_texts, "calibration_length": calibration_length}.items():
+        if type(value) is not int and (value is not None or name == "calibration_texts") or (type(value) is int and value < 1):
+            allowed = "" if name == "calibration_texts" else ", or None"
+            raise ValueError(
+                f"{name}={short_repr(value)} must be an integer of at least 1{allowed}. The model was not changed."
+            )
     specs.raise_if_v4_relative(model, "it can't be calibrated against")
     # Parameters created in inference mode couldn't be trained. Tensors without an explicit device belong on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
         options = _with_own_layers(encoding, options, not exportable)
-        if exportable:
-            to_stock(patch(model, encoding, max_length=max_length, **options))
-        return _converted(model, encoding, texts, tokenizer, max_length, options)
+        patched: Any = patch(model, encoding, max_length=max_length, **options)
+        by_range = not exportable or _has_learned_positions(to_stock(patched))
+        return _converted(model, patched, texts, tokenizer, by_range, (calibration_texts, calibration_length))
 
 
-def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length: int | None, options: dict[str, Any]) -> Any:
-    patched: Any = patch(model, encoding, max_length=max_length, **options)
+def _has_learned_positions(model: Any) -> bool:
+    """Whether a model has learned position embeddings, so that it can store vectors by position."""
+    return any(each.learned_table for found in detection.find_all(model).values() for each in found.components)
+
+
+def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: bool, amount: tuple[int, int | None]) -> Any:
+    """Calibrate a patched model against the original.
+
+    by_range: whether ranges of positions get separate vectors. amount: the number of texts and their length.
+    """
     spec = patched.config.position_spec
     if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
@@ -120,11 +141,12 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
         )
     stack = next(module for module in patched.modules() if structure.is_patched(module))
     _refuse_odd_attentions(found)
-    chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
+    length = _wanted_length(spec, found, amount[1])
+    chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), amount[0], length, model.device)
     for batch in filter(None, (chosen, held_out)):
         check_ids(batch["input_ids"], found.stack.get_input_embeddings(), "texts")
     _check_coverage(stack, chosen)
-    report = _calibrated(stack, found, chosen, held_out)
+    report = _calibrated(stack, found, chosen, held_out, offsets.range_count(found.usable_length) if by_range else 1)
     specs.write(patched.config, replace(spec, calibration=report))
     if spec.submodel is not None:
         inner = detection.submodel(patched, spec.submodel)
@@ -170,12 +192,19 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
                 )
 
 
-def _wanted_length(spec: Any, found: structure.Structure) -> int:
-    """The length of calibration texts in tokens. It covers twice `max_distance`, within the maximum lengths of both models."""
+def _wanted_length(spec: Any, found: structure.Structure, asked: int | None) -> int:
+    """The length of calibration texts in tokens: `asked`, or at least twice `max_distance`, within both maximum lengths."""
     parts = spec.encoding.by_part(dict(spec.options)).values()
     reach = max(options.get("max_distance", 0) for options in parts)
-    limits = [limit for limit in (found.usable_length, spec.max_length) if limit is not None]
-    return min([max(LENGTH, 2 * reach), *limits])
+    limits = {"the original model's maximum length": found.usable_length, "max_length": spec.max_length}
+    for name, limit in limits.items():
+        if asked is not None and limit is not None and asked > limit:
+            raise ValueError(
+                f"calibration_length={asked} exceeds {name}, {limit} tokens. Pass at most {limit}, or None. The model was not "
+                "changed."
+            )
+    wanted = max(LENGTH, 2 * reach) if asked is None else asked
+    return min([wanted, *(limit for limit in limits.values() if limit is not None)])
 
 
 def _tokenizer(model: Any, given: Any) -> Any:
@@ -192,16 +221,16 @@ def _tokenizer(model: Any, given: Any) -> Any:
         return None
 
 
-def _batches(given: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The calibration batch and the held-out batch, which may be empty."""
+def _batches(given: Any, tokenizer: Any, count: int, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The batch of `count` texts to calibrate on, and the one to measure on, which may be empty."""
     found = (row for row in read_rows(given, tokenizer, length) if len(row["input_ids"]))
-    rows = list(itertools.islice(found, READ))
+    rows = list(itertools.islice(found, max(READ, count + HELD_OUT)))
     if not rows:
         raise ValueError("texts is empty. Pass about 32 in-domain texts of 256 tokens or more.")
     check_known(tokenizer, (row["input_ids"] for row in rows))
     rows.sort(key=lambda row: -len(row["input_ids"]))
-    chosen = rows[:TEXTS]
-    others = [row for row in rows[TEXTS:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
+    chosen = rows[:count]
+    others = [row for row in rows[count:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
     return padded(chosen, device), padded(others[:HELD_OUT], device)
 
 
@@ -225,12 +254,15 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
             nearest = int(every[encoding.rows(every) == row].abs().min())
             raise ValueError(
                 f"The texts are too short or too few for {encoding.type!r}. {len(sizes)} texts of up to {length} tokens "
-                f"(limited by the original model and max_length) have {least} pairs of tokens at distances from {nearest}, but "
-                f"{ENOUGH} are needed. Pass longer texts, a larger max_length, or a smaller max_distance."
+                f"(limited by the original model, max_length, and calibration_length) have {least} pairs of tokens at "
+                f"distances from {nearest}, but {ENOUGH} are needed. Pass more or longer texts, a larger max_length or "
+                "calibration_length, or a smaller max_distance."
             )
 
 
-def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor]) -> Calibration:
+def _calibrated(
+    stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor], ranges: int
+) -> Calibration:
     measured = held_out or batch
     with torch.no_grad():
         original = calibration.observed(found.stack, tuple(found.attentions), tuple(contributions(found)), batch)
@@ -240,8 +272,8 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
             "The hidden states of the original model contain NaN or infinite values for these texts. Check that its weights "
             "are finite, or convert it in float32."
         )
-    # Modules that don't return states of all tokens keep offsets of 0, because a loaded model has all offsets.
-    _install_offsets(stack, contributions(found))
+    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+    _install_offsets(stack, contributions(found, ranges))
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
     stack.set_attn_implementation("eager")
@@ -266,6 +298,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
         agreement_before=round(before, 4),
         agreement=round(after, 4),
         held_out=len(held_out["input_ids"]) if held_out else 0,
+        ranges=ranges,
     )
 
 
@@ -277,11 +310,11 @@ def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float
     return float(cosine[real_tokens(batch)].mean())
 
 
-def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
-    """Install `MeanOffset`s on the model's device and in its dtype, marked as initialized."""
-    offsets.install(stack, widths.items())
+def _install_offsets(stack: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Install Offsets of the model's device and type, marked as having their values."""
+    offsets.install(stack, shapes)
     like = next(stack.parameters())
-    for path in widths:
+    for path in shapes:
         module = stack.get_submodule(path)
         module.posenc.to(like.device, like.dtype).train(module.training)
         mark(module.posenc)

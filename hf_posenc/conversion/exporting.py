@@ -19,7 +19,7 @@ from hf_posenc.conversion.patching import refuse
 from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
 from hf_posenc.encodings import PatchLayout, PositionContext
 from hf_posenc.modeling.derived import PosEncModelMixin
-from hf_posenc.modeling.offsets import MeanOffset
+from hf_posenc.modeling.offsets import MeanOffset, range_of
 from hf_posenc.modeling.parameter_sharing import build_on_meta, compute_buffers, share_parameters, stock_config
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
@@ -196,11 +196,27 @@ def _own_class(model: Any, length: int) -> Any:
             like, shape = next(stacks[name].parameters()), owner.get_parameter(parameter).shape
             values = torch.zeros(shape, dtype=like.dtype, device=like.device)
             if first is not None and component.width is not None:
-                _fill_vectors(values.flatten(0, -2)[first:], stacks[name], each, component, config)
+                table = values.flatten(0, -2)[first:]
+                _fill_vectors(table, stacks[name], each, component, config)
+                if isinstance(offset := stacks[name].get_submodule(path)._modules.get("posenc"), MeanOffset):
+                    _add_offset(table, offset)
             elif component.holds_t5_biases:
                 _fill_biases(values, stacks[name])
             owner.register_parameter(parameter, nn.Parameter(values))
+    _fold_offsets(model, built)
     return _finished(model, built)
+
+
+def _fold_offsets(model: Any, built: Any) -> None:
+    """Add the calibrated vectors of linear layers to their biases."""
+    tables = _tables(built)
+    for path, module in model.named_modules():
+        offset = module._modules.get("posenc")
+        if isinstance(offset, MeanOffset) and path not in tables:
+            other = built.get_submodule(path)
+            if other._parameters.get("bias") is None:
+                raise _NoEquivalent(f"{type(built).__name__} has no biases to store calibrated vectors")
+            other.bias = nn.Parameter(module.bias.detach() + offset.weight.detach(), requires_grad=module.bias.requires_grad)
 
 
 def _bias_options(spec: Any) -> Mapping[str, Any] | None:
@@ -292,6 +308,7 @@ def _rotated(model: Any, original: Any, options: Mapping[str, Any] | None) -> An
         each.clear(), each.update(whole | wanted)
     built = build_on_meta(type(original), config, model.dtype, model)
     share_parameters(model, built, rebuilt=_tables(built))
+    _fold_offsets(model, built)
     return _finished(model, built)
 
 
@@ -447,12 +464,23 @@ def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> N
             module.bias = nn.Parameter(given.bias.detach() + offset.weight.detach(), requires_grad=given.bias.requires_grad)
 
 
+def _add_offset(rows: Tensor, offset: MeanOffset) -> None:
+    """Add the vectors of a MeanOffset to the rows of a table, from that of position 0 on."""
+    vectors = offset.weight.detach().to(rows.dtype)
+    if vectors.ndim == 2:
+        vectors = vectors[range_of(torch.arange(len(rows), device=rows.device), len(vectors))]
+    rows += vectors
+
+
 def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded: bool) -> None:
     """Set what the target stores in another form: token types in word embeddings, zero positions, and biases."""
     inner, theirs = _base(built, target), _base(model, family)
     like = theirs.get_submodule(family.body["word"]).weight
     offset = theirs.embeddings.position_embeddings._modules.get("posenc")
-    added = offset.weight if isinstance(offset, MeanOffset) else torch.zeros_like(like[0])
+    by_range = isinstance(offset, MeanOffset) and offset.weight.ndim == 2
+    if by_range and not folded:
+        raise _NoEquivalent(f"{target.prefix} has no position embeddings to store calibrated vectors: use exportable=True")
+    added = offset.weight if isinstance(offset, MeanOffset) and not by_range else torch.zeros_like(like[0])
     token_types = theirs.get_submodule(family.body["token_type"]).weight if "token_type" in family.body else None
     with torch.no_grad():
         if not folded:
@@ -464,10 +492,13 @@ def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded
             words = like + added + (0 if token_types is None else token_types[0])
             inner.get_submodule(target.body["word"]).weight = nn.Parameter(words, requires_grad=like.requires_grad)
             positions = inner.get_submodule("embeddings.position_embeddings")
-            positions.weight = nn.Parameter(torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device))
+            table = torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device)
+            if by_range:
+                _add_offset(table[2:], offset)  # MPNet's first two rows are of padding
+            positions.weight = nn.Parameter(table)
         if target.sinusoids is not None:
-            table: Any = inner.get_submodule(target.sinusoids)
-            table.weight = nn.Parameter(table.create_weight().to(like), requires_grad=False)
+            sinusoids: Any = inner.get_submodule(target.sinusoids)
+            sinusoids.weight = nn.Parameter(sinusoids.create_weight().to(like), requires_grad=False)
         if target.biases is not None:
             inner.get_submodule(target.biases).weight = theirs.posenc.weight
     if task == "MaskedLM":

@@ -425,7 +425,7 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     if spec.calibration is not None:
         from hf_posenc.architectures.contributions import contributions
 
-        offsets.install(found.stack, contributions(found).items())
+        offsets.install(found.stack, contributions(found, spec.calibration.ranges))
     if spec.original and spec.original.kept and (kept := found.saved_shapes(spec.original.rows)):
         found.stack.posenc.original = OriginalState(kept)
 
