@@ -149,7 +149,7 @@ class Batches:
 
 
 def in_order(examples: list[Example], seed: int) -> Iterator[list[Example]]:
-    """Batches of BATCH examples without an end, shuffled again in each epoch."""
+    """Endless batches of BATCH examples, shuffled again in each epoch."""
     generator = random.Random(seed)
     while True:
         shuffled = generator.sample(examples, len(examples))

@@ -8,7 +8,7 @@ Nothing is trained. Two questions are asked of each method and of the original m
 
 passkeys    Is a number found that is hidden in filler text, at ten depths? Within its length, only the original is asked.
 loss        What is the loss of long pages by position? Each method reads a page in one forward pass, in bfloat16. The original
-            also reads windows of its own length that overlap by half, which needs no extension.
+            also reads half-overlapping windows of its maximum length, which needs no extension.
 
 No search found factors for this model, so `longrope` has those of `ntk` above 8,192 tokens and ones up to there. At 16,384
 tokens, it differs from `ntk` only by its factor on attention, and `dynamic` equals `ntk` with factor 3. A factor of 4 is larger

@@ -33,8 +33,8 @@ from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 512, 8, 256
-"""Default number of calibration texts, their default maximum length in tokens (memory grows with its square), number of held-out
-texts, and number of texts to choose from."""
+"""Default number of calibration texts, their default maximum length in tokens (memory grows with its square), number of
+held-out texts, and number of texts to choose from."""
 ENOUGH = 32
 """Minimum number of token pairs for each bias row."""
 
