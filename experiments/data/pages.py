@@ -3,9 +3,9 @@
     python -m experiments.data.pages DIR                             # amount of text, with samples
     python -m experiments.data.pages DIR --train_file train.jsonl    # the training pages, for distill.py --train_file
 
-Two Debian packages contain such directories. `apt-get download PACKAGE` and `dpkg-deb -x FILE DIRECTORY` unpack them without
-installation: linux-doc-6.1 (usr/share/doc/linux-doc-6.1/html/_sources) and postgresql-doc-15
-(usr/share/doc/postgresql-doc-15/html).
+Debian packages contain such directories. `apt-get download PACKAGE` and `dpkg-deb -x FILE DIRECTORY` unpack them without
+installation: linux-doc-6.1 (usr/share/doc/linux-doc-6.1/html/_sources), postgresql-doc-15
+(usr/share/doc/postgresql-doc-15/html), and anarchism (usr/share/doc/anarchism/html), which isn't about software.
 
 Near-duplicate pages are removed first. The hash of a page's path determines whether it is for evaluation or training.
 """
