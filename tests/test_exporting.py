@@ -370,19 +370,18 @@ def test_converted_models(minilm, encoding):
             hf_posenc.to_stock(other)
 
 
-@pytest.mark.parametrize("name", ["MPNetModel", "GPT2LMHeadModel"])
-def test_converted_models_of_their_own_class(name):
+@pytest.mark.parametrize("encoding", ["t5", "sinusoidal+t5"])
+def test_a_converted_mpnet(encoding):
     """Calibrated vectors become part of the table and the biases of the original class."""
-    sizes = (
-        {"relative_attention_num_buckets": 32, "max_position_embeddings": 162, "pad_token_id": 1}
-        if name == "MPNetModel"
-        else {}
-    )
-    batches = [{"input_ids": tokens(6, 160 if sizes else 24)}]
-    if name == "MPNetModel":
-        model = hf_posenc.convert(tiny(name, **sizes), "t5", texts=batches, per_layer=False, exportable=True)
-        assert model.embeddings.position_embeddings.posenc.weight.ndim == 2
-        equal(model, hf_posenc.to_stock(model))
-    else:
-        with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: additive encodings and none"):
-            hf_posenc.convert(tiny(name), "t5", texts=batches, exportable=True)
+    sizes = {"relative_attention_num_buckets": 32, "max_position_embeddings": 162, "pad_token_id": 1}
+    batches = [{"input_ids": tokens(6, 160)}]
+    model = hf_posenc.convert(tiny("MPNetModel", **sizes), encoding, texts=batches, exportable=True)
+    assert model.embeddings.position_embeddings.posenc.weight.ndim == 2
+    equal(model, hf_posenc.to_stock(model))
+
+
+def test_a_converted_rotation():
+    model = hf_posenc.convert(tiny("JinaEmbeddingsV3Model"), "rope", texts=[{"input_ids": tokens(6, 24)}], theta=77.0)
+    equal(model, hf_posenc.to_stock(model))
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="LlamaModel has no biases to store calibrated vectors"):
+        hf_posenc.to_stock(hf_posenc.convert(tiny("LlamaModel"), "rope", texts=[{"input_ids": tokens(6, 24)}], theta=77.0))
