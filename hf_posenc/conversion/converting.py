@@ -32,9 +32,9 @@ from hf_posenc.serialization.tokenizer_files import check_ids, check_known, requ
 from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
-TEXTS, LENGTH, HELD_OUT, READ = 24, 512, 8, 256
-"""Default number of calibration texts, their default maximum length in tokens (memory grows with its square), number of
-held-out texts, and number of texts to choose from."""
+TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
+"""Default number of calibration texts, their default length in tokens (scripts/results/calibration.txt), number of held-out
+texts, and number of texts to choose from."""
 ENOUGH = 32
 """Minimum number of token pairs for each bias row."""
 
@@ -72,8 +72,9 @@ def convert(
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
             biases shared by all layers. This costs quality (docs/guides/export.md).
         calibration_texts: number of texts to calibrate on.
-        calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: these
-            lengths, but 512 at most, or twice `max_distance`. Time and memory grow with the square of the length.
+        calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: 256,
+            or twice `max_distance`, up to these lengths. Longer texts bring the hidden states of long inputs closer to the
+            original's. Time and memory grow with the square of the length.
         max_length, **options: as in `patch`, including `submodel`.
 
     Raises:
