@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import diagnostics
 from hf_posenc.cli import app
-from hf_posenc.evaluation import classification, metrics, passkeys, throughput, verdicts
-from hf_posenc.evaluation.retrieval import Embedder, chunk, cut
+from hf_posenc.evaluation import classification, metrics, model_comparison, passkeys, throughput, verdicts
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, chunk, cut
 from models import stock
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
@@ -316,9 +316,27 @@ def test_labels_that_are_ids():
     classification.check_ids_agree({"one": one, "other": SimpleNamespace(label2id={"x": 0, "y": 1})}, [0])
     with pytest.raises(ValueError, match="label 1 .* one and other"):
         classification.check_ids_agree({"one": one, "other": other}, ["a", 1])
-    assert classification.label_ids("other", ["a", "1", 0, "b"], other).tolist() == [1, 1, 0, 0]
-    digits = SimpleNamespace(num_labels=2, label2id={"1": 0, "2": 1})
-    assert classification.label_ids("digits", [1, "2", 0], digits).tolist() == [0, 1, 0]
+    assert classification.label_ids("other", ["a", "b", "a"], other).tolist() == [1, 0, 1]
+    assert classification.label_ids("other", [1, "0"], other).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="'a'"):
+        classification.label_ids("other", ["a", 0], other)
+    numerals = SimpleNamespace(num_labels=3, label2id={"1": 0, "2": 1, "3": 2})
+    assert classification.label_ids("numerals", [0, 1, 2], numerals).tolist() == [0, 1, 2]
+    assert classification.label_ids("numerals", [1, "2", 3], numerals).tolist() == [0, 1, 2]
+
+
+def test_queries_that_share_a_document(monkeypatch):
+    """A document is one candidate, however many queries have it."""
+    pairs = [model_comparison.Pair(f"{place} {number}", f"document {place}") for place in range(10) for number in range(3)]
+
+    def similarity(queries, documents, title):
+        return torch.tensor([[float(query.split()[0] == document.split()[1]) for document in documents] for query in queries])
+
+    strategy = RetrievalStrategy("perfect", similarity)
+    monkeypatch.setattr(model_comparison, "strategies", lambda *args: [strategy])
+    monkeypatch.setattr(model_comparison, "cut", lambda tokenizer, text, length: text)
+    found = model_comparison.compare_models({"perfect": SimpleNamespace(tokenizer=None)}, pairs, [8])
+    assert found.rows[8]["perfect"].score.mrr == 1.0
 
 
 @pytest.mark.parametrize(

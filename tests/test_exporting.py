@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 import hf_posenc
 from closeness import assert_apart, assert_close
 from hf_posenc.conversion import exporting
-from models import randomize_encoding, tiny, tokens
+from models import patched, randomize_encoding, tiny, tokens
 
 HEADS = (
     "Model",
@@ -385,3 +385,13 @@ def test_a_converted_rotation():
     equal(model, hf_posenc.to_stock(model))
     with pytest.raises(hf_posenc.UnsupportedModelError, match="LlamaModel has no biases to store calibrated vectors"):
         hf_posenc.to_stock(hf_posenc.convert(tiny("LlamaModel"), "rope", texts=[{"input_ids": tokens(6, 24)}], theta=77.0))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_dynamic_scaling_from_another_length(name):
+    """Classes of Transformers start dynamic scaling at their maximum length, beyond the lengths that are compared."""
+    dynamic = {"type": "rope", "rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 1024}
+    model = patched(name, dynamic, max_length=2048)
+    with pytest.raises(hf_posenc.UnsupportedModelError) as raised:
+        hf_posenc.to_stock(model)
+    assert raised.value.reason == "no equivalent stock class"

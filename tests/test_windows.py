@@ -235,3 +235,13 @@ def test_sentence_transformer(minilm):
     goal = expected(AutoModel.from_pretrained(f"{minilm}").eval(), ids[:1024], 512, 382).mean(0)
     assert_close(given[0], torch.nn.functional.normalize(goal, dim=-1), 1e-5)
     assert_close(given[1], model.encode("short", convert_to_tensor=True), 1e-6)
+
+
+def test_pooling_begins_with_the_first_token():
+    """With padding on the left, the pooler reads the first token of each text, as without padding."""
+    model = hf_posenc.extend(stock("bert"), LONG, "windows")
+    ids = tokens(2, LONG - 5)
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(LONG)[None] >= 5).expand(2, -1).long()
+    with torch.no_grad():
+        assert_close(model(input_ids=padded, attention_mask=mask).pooler_output, model(input_ids=ids).pooler_output)

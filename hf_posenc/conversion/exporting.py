@@ -303,6 +303,9 @@ def _rotated(model: Any, original: Any, options: Mapping[str, Any] | None) -> An
     if not sets or not all(isinstance(each, dict) and "rope_theta" in each for each in sets):
         raise _NoEquivalent(f"{type(original).__name__} has no rotary parameters that determine all angles")
     wanted = NO_ROTATION if options is None else rope_parameters(options)
+    start = wanted.get("original_max_position_embeddings")
+    if wanted["rope_type"] == "dynamic" and start not in (None, getattr(config, LENGTH_FIELD, None)):
+        raise _NoEquivalent(f"{type(original).__name__} starts dynamic scaling at {LENGTH_FIELD}, not at {start} tokens")
     for each in sets:  # one, or one for each type of layer
         whole = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in each else {}
         each.clear(), each.update(whole | wanted)
@@ -419,7 +422,7 @@ def _check_token_types(model: Any, family: Any, task: str, target: Target) -> No
         return
     if task in PAIRED:
         raise _NoEquivalent(f"{target.prefix} has no token types, which distinguish the {PAIRED[task]}")
-    if task == "SequenceClassification":
+    if task in ("SequenceClassification", "TokenClassification"):
         warnings.warn(
             f"{target.prefix} has no token types, so its outputs for pairs of texts (token_type_ids of 1) differ from those of "
             "the patched model. For pairs, use the encoding 'rope'.",

@@ -211,6 +211,8 @@ def _roformer_unlike(options: Mapping[str, Any]) -> str:
 def _jina_unlike(options: Mapping[str, Any]) -> str:
     if options["layout"] != "half":
         return "JinaEmbeddingsV3 rotates with layout='half'"
+    if options.get("rope_type") == "dynamic":
+        return "JinaEmbeddingsV3 has one length for its limit and for the start of dynamic scaling"
     return "JinaEmbeddingsV3 rotates all features of a head" if "partial_rotary_factor" in options else ""
 
 

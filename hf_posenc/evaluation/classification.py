@@ -107,18 +107,19 @@ def check_ids_agree(configs: dict[str, Any], labels: Sequence[Label]) -> None:
 
 
 def label_ids(name: str, labels: Sequence[Label], config: Any) -> np.ndarray:
-    """The IDs of labels in a model, `[N]`. A label that is a name in config.label2id has its ID. Other labels are IDs.
+    """The IDs of labels in a model, `[N]`. Labels are names if all of them are in config.label2id, and IDs otherwise.
 
-    Raises ValueError for a label that is neither.
+    Raises ValueError for a label that is neither, and for a mixture of both.
     """
     ids = {str(key): int(number) for key, number in config.label2id.items()}
     numbers = {str(number): number for number in range(config.num_labels)}
-    if unknown := [label for label in labels if str(label) not in ids.keys() | numbers.keys()]:
+    known = ids if all(str(label) in ids for label in labels) else numbers
+    if unknown := [label for label in labels if str(label) not in known]:
         raise ValueError(
             f"The label {unknown[0]!r} isn't a class of {name}. Its classes are {', '.join(ids)}, or the IDs 0 to "
             f"{config.num_labels - 1}. Correct the labels, or choose another --label-column."
         )
-    return np.asarray([ids.get(str(label), numbers.get(str(label))) for label in labels])
+    return np.asarray([known[str(label)] for label in labels])
 
 
 def predict(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], title: str) -> np.ndarray:

@@ -174,14 +174,17 @@ def _ranks(
     if not pairs or not models or not lengths:
         raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")
     tokenizer, found = next(iter(models.values())).tokenizer, dict[int, dict[str, _Ranked]]()
+    queries = [pair.query for pair in pairs]
+    whole = list(dict.fromkeys(pair.document for pair in pairs))  # several queries can have one document
+    right = [whole.index(pair.document) for pair in pairs]
     for length in lengths:
-        queries, documents = [pair.query for pair in pairs], [cut(tokenizer, pair.document, length) for pair in pairs]
+        documents = [cut(tokenizer, document, length) for document in whole]
         by_name = found.setdefault(length, {})
         for strategy in strategies_at(length):
             title = f"{strategy.name} at {length}"
             _check_names(by_name.keys() & {strategy.name})
             try:
-                ranks = metrics.ranked(strategy.similarity(queries, documents, title))
+                ranks = metrics.ranked(strategy.similarity(queries, documents, title), right, groups=right)
             except ValueError as error:
                 raise ValueError(f"{title}: {error}") from None
             by_name[strategy.name] = _Ranked(ranks, strategy.vectors(documents))

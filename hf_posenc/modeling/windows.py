@@ -49,10 +49,16 @@ def forward(stack: Any, in_one_pass: Callable[..., Any], call: BoundCall) -> Any
     output = in_one_pass(**by_window)
     merged = {name: _merged(stack, name, value, cut) for name, value in output.items()}
     if merged.get("pooler_output") is not None:
-        merged["pooler_output"] = stack.pooler(merged["last_hidden_state"])
+        merged["pooler_output"] = stack.pooler(_from_first(merged["last_hidden_state"], shown))
     wanted = given.get("return_dict")
     whole = type(output)(**merged)
     return whole if (stack.config.return_dict if wanted is None else wanted) else whole.to_tuple()
+
+
+def _from_first(states: Tensor, shown: Tensor) -> Tensor:
+    """Hidden states `[B, L, D]`, rotated so that each row begins with its first token and padding on the left comes last."""
+    index = (torch.arange(shown.shape[1], device=shown.device) + shown.int().argmax(1)[:, None]) % shown.shape[1]
+    return states.gather(1, index[..., None].expand_as(states))
 
 
 def _check(stack: Any, given: dict[str, Any], shape: torch.Size) -> None:
