@@ -56,7 +56,7 @@ def convert(
     calibration_texts: Annotated[int, typer.Option(min=1, help="Number of texts to calibrate on.")] = 24,
     calibration_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of tokens of these texts.", show_default="the model's maximum length, up to 512"),
+        typer.Option(min=1, help="Number of tokens of these texts.", show_default="256, or more for max_distance"),
     ] = None,
     exportable: Annotated[bool, typer.Option(help="Choose options that hf-posenc export supports.")] = False,
     compare: Annotated[bool, typer.Option(help="Compare the models by input length at the end.")] = True,

@@ -32,9 +32,9 @@ from hf_posenc.serialization.tokenizer_files import check_ids, check_known, requ
 from hf_posenc.signatures import reads_tokens
 
 M = TypeVar("M", bound=nn.Module)
-TEXTS, LENGTH, HELD_OUT, READ = 24, 512, 8, 256
-"""Default number of texts to calibrate on, and their maximum length in tokens, because memory grows with its square; texts to
-measure on; texts of which the longest are chosen."""
+TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
+"""Default number of texts to calibrate on, and their length in tokens (scripts/results/calibration.txt); texts to measure on;
+texts of which the longest are chosen."""
 ENOUGH = 32
 """Least number of pairs of tokens for each row of distances."""
 
@@ -72,8 +72,9 @@ def convert(
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
             biases shared by all layers. This costs quality (docs/guides/export.md).
         calibration_texts: number of texts to calibrate on.
-        calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: these
-            lengths, but 512 at most, or twice `max_distance`. Time and memory grow with the square of the length.
+        calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: 256,
+            or twice `max_distance`, up to these lengths. Longer texts bring the hidden states of long inputs closer to the
+            original's. Time and memory grow with the square of the length.
         max_length, **options: as in `patch`, including `submodel`.
 
     Raises:
