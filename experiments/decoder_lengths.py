@@ -317,7 +317,7 @@ def figure(record: dict[str, Any], path: Path) -> None:
     sheet.cells(grid, image, texts, SMALL - 1)
     grid.set_yticks(range(len(rows)), [f"{name}, {length:,}" for length, name, _ in rows])
     grid.set_xticks(range(DEPTHS), [f"{depth / (DEPTHS - 1):.2f}" for depth in range(DEPTHS)])
-    grid.set_xlabel("depth of the key")
+    grid.set_xlabel("depth of the key (blank: not measured)")
     grid.tick_params(length=0)
     sheet.title(grid, "Right tokens of passkeys")
     for length, of in record["losses"].items():
