@@ -291,10 +291,11 @@ def lines(record: dict[str, Any]) -> list[str]:
             text.append(f"{name:15} {len(found):5} " + "".join(f"{each:9.3f}" for each in by_position(found, [*found]).mean(0)))
         for base in (WINDOWS, "ntk"):
             text += ["", f"Paired difference from {base!r} with its 95% interval over pages.", ""]
-            text.append(f"{'':15} " + "".join(f"{part:24}" for part in parts))
+            text.append(f"{'':15} pages " + "".join(f"{part:24}" for part in parts))
             for name, found in in_order(of_length).items():
                 if base in of_length and name != base:
-                    text.append(f"{name:15} " + "".join(f"{each:24}" for each in gap(found, of_length[base])))
+                    shared = len(found.keys() & of_length[base].keys())
+                    text.append(f"{name:15} {shared:5} " + "".join(f"{each:24}" for each in gap(found, of_length[base])))
     if record.get("precision"):
         text += ["", "bfloat16 against float32: share of the key's tokens, and of all positions, with the same prediction.", ""]
         for each in record["precision"]:
@@ -317,7 +318,7 @@ def figure(record: dict[str, Any], path: Path) -> None:
     sheet.cells(grid, image, texts, SMALL - 1)
     grid.set_yticks(range(len(rows)), [f"{name}, {length:,}" for length, name, _ in rows])
     grid.set_xticks(range(DEPTHS), [f"{depth / (DEPTHS - 1):.2f}" for depth in range(DEPTHS)])
-    grid.set_xlabel("depth of the key")
+    grid.set_xlabel("depth of the key (blank: not measured)")
     grid.tick_params(length=0)
     sheet.title(grid, "Right tokens of passkeys")
     for length, of in record["losses"].items():
