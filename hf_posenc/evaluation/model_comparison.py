@@ -13,7 +13,7 @@ from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, chunked,
 from hf_posenc.evaluation.verdicts import Verdict
 
 SHORTEST = 128
-REACH = "Lengths double as far as half of the documents reach beyond the one before."
+REACH = "Lengths double as long as half of the documents are longer than the previous length."
 FEWEST = 20
 """Minimum number of questions."""
 ORIGINAL = "original"

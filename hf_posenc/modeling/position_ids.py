@@ -441,7 +441,7 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | 
     if total > limit:
         spec = stack.posenc_state.spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
-            longer = ", or make a position table longer with hf_posenc.extend(model, max_length, method=…)"
+            longer = ", or extend the model with hf_posenc.extend(model, max_length, method=…)"
         else:
             longer = ", or raise the limit with hf_posenc.extend(model, max_length=…)"
         raise ValueError(
