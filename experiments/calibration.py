@@ -25,7 +25,6 @@ from experiments.exportable import LENGTHS, MINILM, corpora
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import Ranks, paired, ranked, score
 from hf_posenc.evaluation.retrieval import embed
-from hf_posenc.modeling import offsets
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -43,9 +42,9 @@ RECIPES = [
 
 def calibrated(stock: Any, tokenizer: Any, texts: list[str], encoding: str, vectors: str, length: int) -> tuple[Any, float]:
     """A converted model, and the processor time in seconds."""
-    one = mock.patch.object(offsets, "range_count", lambda length: 1) if vectors == ONE_VECTOR else contextlib.nullcontext()
+    before_ranges = mock.patch("hf_posenc.modeling.offsets.range_count", lambda length: 1)
     before = time.process_time()
-    with one:
+    with before_ranges if vectors == ONE_VECTOR else contextlib.nullcontext():
         model = hf_posenc.convert(stock, encoding, texts=texts, tokenizer=tokenizer.__call__, calibration_length=length)
     return model, time.process_time() - before
 
