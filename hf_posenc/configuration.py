@@ -223,7 +223,7 @@ class Calibration:
         if given is None:
             return None
         kinds = get_type_hints(cls)
-        given = {"ranges": 1, **given} if isinstance(given, dict) else given  # models from 1.0 have no ranges
+        given = {"ranges": 1, **given} if isinstance(given, dict) else given  # saved before there were ranges
         if not isinstance(given, dict) or given.keys() != kinds.keys():
             raise ValueError(
                 f"position_encoding['calibration'], which convert writes, must not be edited, but contains "
