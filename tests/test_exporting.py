@@ -357,7 +357,8 @@ def test_the_command(minilm, tmp_path, monkeypatch):
 def test_converted_models(minilm, encoding):
     """Calibrated vectors become part of biases. `exportable` shares the biases of all layers."""
     texts = [f"Text {number} is about dogs, cats, and other animals. " * 40 for number in range(12)]
-    model = hf_posenc.convert(SentenceTransformer(minilm), encoding, texts=texts, max_length=300, exportable=True)
+    few: dict = {"texts": texts, "calibration_texts": 3, "calibration_length": 160}
+    model = hf_posenc.convert(SentenceTransformer(minilm), encoding, **few, max_length=300, exportable=True)
     assert any("posenc.weight" in name and "dense" in name for name, _ in model.named_parameters())
     assert hf_posenc.inspect(model).calibration.ranges == (10 if encoding == "t5" else 1)  # MPNet has a table for them
     stock = hf_posenc.to_stock(model)
@@ -365,7 +366,7 @@ def test_converted_models(minilm, encoding):
     with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: t5"):
         hf_posenc.convert(SentenceTransformer(minilm), "relative", texts=texts, exportable=True)
     if encoding == "rope":
-        other = hf_posenc.convert(SentenceTransformer(minilm), encoding, texts=texts)
+        other = hf_posenc.convert(SentenceTransformer(minilm), encoding, **few)
         with pytest.raises(hf_posenc.UnsupportedModelError, match="no position embeddings to store .*exportable=True"):
             hf_posenc.to_stock(other)
 
