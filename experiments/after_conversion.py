@@ -145,7 +145,7 @@ class Batches:
 
     def __call__(self, examples: list[Example]) -> Any:
         texts = self.tokenizer([each.text for each in examples], truncation=True, max_length=self.tokens)
-        return self.pad({**texts, "labels": [each.label for each in examples]})
+        return self.pad({**texts, "labels": [each.label for each in examples]})  # type: ignore[arg-type]
 
 
 def in_order(examples: list[Example], seed: int) -> Iterator[list[Example]]:
@@ -167,7 +167,7 @@ def fine_tune(model: Any, data: LabeledSet, steps: Iterable[int], seed: int, rat
     batches, remaining = Batches(required_tokenizer(MINILM), data.tokens), sorted(steps)
     added = [parameter for name, parameter in model.named_parameters() if "posenc." in name]
     others = [parameter for name, parameter in model.named_parameters() if "posenc." not in name]
-    groups = [{"params": others}, {"params": added, "lr": RATE * rate}]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": added, "lr": RATE * rate}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     for step, examples in enumerate(in_order(data.training, seed), start=1):
@@ -219,8 +219,7 @@ def make_models(output: Path) -> None:
     """Convert and distill the models that aren't there yet, each into its own directory below `output`."""
     tokenizer, texts = required_tokenizer(MINILM), output / "texts.jsonl"
     if not texts.exists():
-        rows = stdlib_corpus.split()[1]
-        write_text(texts, "".join(f"{json.dumps({'text': text})}\n" for text in rows))
+        write_text(texts, "".join(f"{json.dumps({'text': text})}\n" for text in stdlib_corpus.split()[1]))
     for name, load in {CALIBRATED: original, KEPT_CALIBRATED: with_first_position_kept}.items():
         if not (path_of(name, output) / "config.json").exists():
             rows = (json.loads(line)["text"] for line in texts.open(encoding="utf-8"))

@@ -270,7 +270,7 @@ def run(task: str, texts: list[list[tuple[int, ...]]], tokenizer: Any, seed: int
                 begun = time.process_time()
                 found = [read(task, reader, each, method == SPANS) for each in examples]
                 hits, errors = (sum(each[i] for each in found) for i in (1, 2))
-                row = {
+                row: dict[str, Any] = {
                     "task": task,
                     "seed": seed,
                     "documents": name,
@@ -315,7 +315,7 @@ def table(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> str:
         "",
     ]
     for row in rows:
-        low, high, below, above = *row["interval"], *row["difference_interval"]
+        (low, high), (below, above) = row["interval"], row["difference_interval"]
         exact = f"{row['exact']:.3f} [{low:.3f}, {high:.3f}]"
         gap = f"{row['difference']:+.3f} [{below:+.3f}, {above:+.3f}]"
         about = f"{row['task']:10} {row['documents']:6} {row['method']:20} n={row['n']:3}"

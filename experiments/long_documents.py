@@ -139,7 +139,9 @@ class Classifier(nn.Module):
 
     def __init__(self, encoder: Any, tokenizer: Any, chunked: bool, labels: int = 2) -> None:
         super().__init__()
-        self.encoder, self.chunked, self.kept, self.key = encoder, chunked, {}, [None]
+        self.encoder, self.chunked = encoder, chunked
+        self.kept: dict[Any, Any] = {}
+        self.key: list[Any] = [None]
         self.ends = (tokenizer.cls_token_id,), (tokenizer.sep_token_id,)
         self.room = (hf_posenc.inspect(encoder).max_length or 10**9) - 2
         encoder.requires_grad_(False)
@@ -251,7 +253,7 @@ def frozen_chunks(training: list[Document], tested: list[Document], tokenizer: A
 def run(task: str, method: str, documents: list[Document], fold: int, seed: int, tokenizer: Any) -> dict[str, Any]:
     """Train on one half, predict the other, and return the record of the run."""
     training, tested = ([each for each in documents if (each.half == fold) == wanted] for wanted in (False, True))
-    started, extra = time.process_time(), {}
+    started, extra = time.process_time(), dict[str, Any]()
     torch.manual_seed(seed)
     if method in TEXTS:
         predictions = tfidf(TEXTS[method], training, tested, tokenizer, seed)
@@ -276,9 +278,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for task in dict.fromkeys(each["task"] for each in runs):
         right = {}
         for method in METHODS:
-            own = [each for each in runs if (each["task"], each["method"]) == (task, method)]
-            if own:
-                right[method] = {(each["fold"], each["seed"]): each for each in own}
+            chosen = [each for each in runs if (each["task"], each["method"]) == (task, method)]
+            if chosen:
+                right[method] = {(each["fold"], each["seed"]): each for each in chosen}
         for method, own in right.items():
             values, groups = correct(own, [*own])
             accuracy, interval = share(values, groups)
