@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, DataCollatorWithPadding
 
 import hf_posenc
+from experiments.calibration import one_vector
 from experiments.data import pages, reviews
 from hf_posenc.diagnostics.figures import Sheet, error_bars
 from hf_posenc.evaluation import metrics, records, stdlib_corpus, terminals
@@ -216,14 +217,15 @@ def with_first_position_kept() -> Any:
 
 
 def make_models(output: Path) -> None:
-    """Convert and distill the models that aren't there yet, each into its own directory below `output`."""
+    """Convert the models that aren't there yet, each into its own directory, with one vector for all positions."""
     tokenizer, texts = required_tokenizer(MINILM), output / "texts.jsonl"
     if not texts.exists():
         write_text(texts, "".join(f"{json.dumps({'text': text})}\n" for text in stdlib_corpus.split()[1]))
     for name, load in {CALIBRATED: original, KEPT_CALIBRATED: with_first_position_kept}.items():
         if not (path_of(name, output) / "config.json").exists():
             rows = (json.loads(line)["text"] for line in texts.open(encoding="utf-8"))
-            converted = hf_posenc.convert(load(), ENCODING, texts=rows, tokenizer=MINILM)
+            with one_vector():
+                converted = hf_posenc.convert(load(), ENCODING, texts=rows, tokenizer=MINILM)
             with replaced(path_of(name, output)) as folder:
                 converted.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)

@@ -40,11 +40,15 @@ RECIPES = [
 """Encoding, what replaces position embeddings, and the length of 24 calibration texts in tokens. 256 is the default."""
 
 
+def one_vector() -> Any:
+    """A context in which `convert` replaces position embeddings by one vector for all positions."""
+    return mock.patch("hf_posenc.modeling.offsets.range_count", lambda length: 1)
+
+
 def calibrated(stock: Any, tokenizer: Any, texts: list[str], encoding: str, vectors: str, length: int) -> tuple[Any, float]:
     """A converted model, and the processor time in seconds."""
-    before_ranges = mock.patch("hf_posenc.modeling.offsets.range_count", lambda length: 1)
     before = time.process_time()
-    with before_ranges if vectors == ONE_VECTOR else contextlib.nullcontext():
+    with one_vector() if vectors == ONE_VECTOR else contextlib.nullcontext():
         model = hf_posenc.convert(stock, encoding, texts=texts, tokenizer=tokenizer.__call__, calibration_length=length)
     return model, time.process_time() - before
 
