@@ -17,52 +17,64 @@ more tasks, encodings, and seeds. When all runs are done, extrapolation.json, .t
 """
 
 import argparse
-import functools
 import io
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments import compare
-from experiments.length_extrapolation import figures, report, several, verdict
-from experiments.length_extrapolation.runs import Setup
-from experiments.length_extrapolation.several import Part
-from experiments.length_extrapolation.tasks import TASKS
+from experiments import extrapolation_figures as figures
+from experiments import extrapolation_report as report
+from experiments import extrapolation_verdict as verdict
+from hf_posenc import compare
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
+from hf_posenc.studies import tables
+from hf_posenc.studies.record import Part
+from hf_posenc.studies.record import as_record as study_record
+from hf_posenc.studies.runs import MULTIPLES, Setup
+from hf_posenc.studies.tasks import TASKS
+
+MODULE = "experiments.extrapolation"
+"""This module, which the processes of a study import."""
+NAMES = ("copy", "reverse", "addition", "lm")
+TEST_ROWS = 128
+
+TASKS.setdefault("lm", TASKS["clm"])  # its name in the record, from which its data are drawn
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser, setup = compare.flags_of(__doc__, TASKS), Setup()
-    parser.set_defaults(hosts=[setup.host], multiples=[*setup.multiples], test_rows=setup.test_rows)
+    parser = compare.parser_of(__doc__)
+    parser.set_defaults(models=[Setup().model], tasks=[*NAMES], multiples=[*MULTIPLES], test_rows=TEST_ROWS)
     parser.add_argument("--docs_file", type=Path, help="page whose tables between markers are replaced")
     arguments = compare.parse_arguments(argv, parser)
-    if len(arguments.hosts) > 1:
-        parser.error(f"--hosts {' '.join(arguments.hosts)}: the verdict is of one; compare.py takes several")
+    arguments.modules = [MODULE, *arguments.modules]
+    if len(arguments.models) > 1:
+        parser.error(
+            f"--models {' '.join(arguments.models)}: the verdict needs a single model. Use hf-posenc compare for several."
+        )
     return arguments
 
 
-def write(page: Path | None, output: Path, parts: list[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> None:
+def write(arguments: argparse.Namespace, parts: list[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> None:
     """Print the tables, and write the tables, the record, and the figure to files."""
     (part,) = parts
-    found = verdict.findings(part.results)
-    tables = [several.table(parts), report.learned_table(part.results), several.refused_table(parts)]
-    tables += [report.verdict_table(found)] if any(each.answer != verdict.MISSING for each in found) else []
+    found, output = verdict.findings(part.results), arguments.output_dir
+    printed = [*tables.for_terminal(study_record(parts, left_out, failed, None)), report.learned_table(part.results)]
+    printed += [report.verdict_table(found)] if any(each.answer != verdict.MISSING for each in found) else []
     text = io.StringIO()
     for console in (Console(width=compare.WIDTH), Console(file=text, width=compare.WIDTH)):
-        for table in filter(None, tables):
+        for table in printed:
             console.print(table)
         console.print(verdict.summary(found), soft_wrap=True)
     write_text(output / "extrapolation.txt", text.getvalue())
-    records.write(output / "extrapolation.json", report.as_record(part.study, part.results, found, failed))
+    records.write(output / "extrapolation.json", report.as_record(part, found, failed))
     figures.draw_curves(part.study, part.results, output / "extrapolation.png")
-    if page:
-        report.write_tables(page, records.read(output / "extrapolation.json"))
+    if arguments.docs_file:
+        report.write_tables(arguments.docs_file, records.read(output / "extrapolation.json"))
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    compare.run(arguments, functools.partial(write, arguments.docs_file))
+    compare.run(parse_arguments(argv), write)
 
 
 if __name__ == "__main__":

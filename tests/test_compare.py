@@ -1,5 +1,6 @@
 """compare.py: models, tasks and their heads, equal data for all encodings, resumed studies, processes, and files."""
 
+import json
 import re
 import shlex
 import sys
@@ -10,21 +11,22 @@ import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from conftest import ROOT
-from experiments import compare
-from experiments.length_extrapolation import models, runs, several, study, tasks, tokenised
-from experiments.length_extrapolation.models import Sizes
-from experiments.length_extrapolation.results import Results
-from experiments.length_extrapolation.runs import Setup, Training
-from experiments.length_extrapolation.several import Part
-from experiments.length_extrapolation.study import Study
+from hf_posenc import compare
 from hf_posenc._versions import install
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
+from hf_posenc.plots import study_curves
+from hf_posenc.studies import models, runs, study, tables, tasks, texts
+from hf_posenc.studies.models import Sizes
+from hf_posenc.studies.record import Part, as_record
+from hf_posenc.studies.results import Results
+from hf_posenc.studies.runs import Setup, Training
+from hf_posenc.studies.study import Study
 from models import stock
 
 SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*SIZES, "--length", "3", "--multiples", "1", "2", "--steps", "2", "--batch_size", "2", "--test_rows", "4"]
-COPY = [*QUICK, "--hosts", "llama", "--tasks", "copy"]
+COPY = [*QUICK, "--models", "llama", "--tasks", "copy"]
 TINY = Sizes(16, 1, 2, 16)
 
 
@@ -37,7 +39,7 @@ def test_the_label_is_the_order_of_the_markers_by_hand():
 
 
 def test_drawn_markers_stand_once_each():
-    task = tasks.COMPARED["classification"]
+    task = tasks.TASKS["classification"]
     generator = torch.Generator().manual_seed(0)
     for input_ids, labels in (task.test(9, 200), task.train(5, 200, generator)):
         for row, label in zip(input_ids.tolist(), labels.tolist(), strict=True):
@@ -48,23 +50,24 @@ def test_drawn_markers_stand_once_each():
 
 
 def test_masked_rows():
-    task, text = tasks.COMPARED["mlm"], tasks.TASKS["lm"].test(64, 0)[0].flatten()
+    task, clm = (texts.task(tasks.TASKS[name]) for name in ("mlm", "clm"))
+    text = clm.test(64, 0)[0].flatten()
     input_ids, labels = task.test(64, 0)
-    hidden = (input_ids == tasks.MASK).flatten()
+    hidden = (input_ids == texts.MASK).flatten()
     assert hidden.sum() == 1229  # 15% of 8,192
-    assert input_ids.flatten().equal(text.masked_fill(hidden, tasks.MASK))
+    assert input_ids.flatten().equal(text.masked_fill(hidden, texts.MASK))
     assert labels.flatten().equal(text.masked_fill(~hidden, tasks.IGNORED))
-    assert (task.test(128, 0)[0] == tasks.MASK).flatten().equal(hidden)  # the same positions at each length
+    assert (task.test(128, 0)[0] == texts.MASK).flatten().equal(hidden)  # the same positions at each length
     drawn, wanted = task.train(40, 50, torch.Generator().manual_seed(0))
-    assert (drawn == tasks.MASK).equal(wanted != tasks.IGNORED) and (wanted != tasks.IGNORED).sum(1).eq(6).all()
-    assert len({tuple(row) for row in (drawn == tasks.MASK).tolist()}) == 50
+    assert (drawn == texts.MASK).equal(wanted != tasks.IGNORED) and (wanted != tasks.IGNORED).sum(1).eq(6).all()
+    assert len({tuple(row) for row in (drawn == texts.MASK).tolist()}) == 50
     assert (task.train(2, 9, torch.Generator().manual_seed(0))[1] != tasks.IGNORED).sum() == 9  # at least one
 
 
-@pytest.mark.parametrize("name", models.HOSTS)
-def test_heads_of_hosts(name):
+@pytest.mark.parametrize("name", models.MODELS)
+def test_heads_of_models(name):
     """Each architecture has a model for each of its heads, with the requested sizes and without dropout."""
-    for head in models.HOSTS[name].heads:
+    for head in models.MODELS[name].heads:
         model = models.stock(name, Sizes(24, 2, 3, 40), 11, 8, 0, head)
         config = model.config
         assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (24, 2, 3)
@@ -85,23 +88,36 @@ def test_scores_of_labels_and_masked_tokens_by_hand():
 
     rows = torch.zeros(2, 3, dtype=torch.long)
     right, wrong = [0.0, 50.0], [50.0, 0.0]
-    found = runs.measured(Fixed(torch.tensor([right, wrong])), rows, torch.tensor([1, 1]), tasks.LABELS)
+    found = runs.measured(Fixed(torch.tensor([right, wrong])), rows, torch.tensor([1, 1]), tasks.TASKS["classification"])
     assert found == {"exact": 0.5, "tokens": 0.5, "loss": pytest.approx(25.0)}
     # Masked tokens aren't shifted: the first of a row, and the last.
     labels = torch.tensor([[1, -100, -100], [-100, 1, 1]])
     logits = torch.tensor([[right, wrong, wrong], [wrong, right, wrong]])
-    found = runs.measured(Fixed(logits), rows, labels, tasks.MASKED)
+    found = runs.measured(Fixed(logits), rows, labels, tasks.TASKS["mlm"])
     assert found == {"exact": 0.5, "tokens": pytest.approx(2 / 3), "loss": pytest.approx(50 / 3)}
 
 
 def test_an_encoder_without_positions_stays_at_chance():
     """Without positions, an encoder's output is the same for each order of the symbols. With positions, it learns the order."""
-    setup = Setup(host="bert", sizes=Sizes(32, 2, 2, 32), learning_rate=4e-3, multiples=(1.0,))
+    setup = Setup(model="bert", sizes=Sizes(32, 2, 2, 32), learning_rate=4e-3, multiples=(1.0,))
     accuracy = {
         name: runs.run(setup, Training(4, 70, 32), "classification", models.encoding(name), 0)["scores"]["4"]["exact"]
         for name in ("none", "rope")
     }
     assert 0.4 < accuracy["none"] < 0.6 and accuracy["rope"] > 0.9
+
+
+def shorten(monkeypatch, tokens=256):
+    """Truncate the text for tests."""
+    texts.of_bytes.cache_clear()
+    monkeypatch.setattr(texts, "TEST_TOKENS", tokens)
+
+
+@pytest.fixture(autouse=True)
+def whole_texts():
+    yield
+    for each in (texts.of_bytes, texts.of_tokenizer, texts.paragraphs):
+        each.cache_clear()
 
 
 def read_runs(folder):
@@ -112,25 +128,25 @@ def read_runs(folder):
     return found
 
 
-def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
-    trained, tested = tasks.texts()
-    monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
-    arguments = ["--hosts", "bert", "llama", "--encodings", "none", "learned", "cope", "rope_2d", "--seeds", "0", "1"]
+def test_unsupported_encodings_and_the_same_data(tmp_path, capsys, monkeypatch):
+    shorten(monkeypatch)
+    arguments = ["--models", "bert", "llama", "--encodings", "none", "learned", "cope", "rope_2d", "--seeds", "0", "1"]
     tasks_of = ["--tasks", "mlm", "clm", "classification"]
     compare.main([*QUICK, *arguments, *tasks_of, "--length", "8", "--test_rows", "4", "--output_dir", str(tmp_path)])
     said = capsys.readouterr().err
     assert "bert has no head for clm" in said and "llama has no head for mlm" in said
     assert "bert: cope is left out: 'cope' requires causal attention" in said
     record = records.read(tmp_path / "compare.json")
-    assert [*record["hosts"]] == ["bert", "llama"] and not record["failed"]
-    bert, llama = record["hosts"].values()
-    assert [*bert["refused"]] == ["cope", "rope_2d"] and [*llama["refused"]] == ["rope_2d"]
-    assert [*bert["scores"]["mlm"]] == ["none", "learned"]
-    assert [*llama["scores"]["clm"]] == ["none", "learned", "cope"]
+    assert [*record["models"]] == ["bert", "llama"] and not record["failed"]
+    bert, llama = record["models"].values()
+    assert [*bert["unsupported"]] == ["cope", "rope_2d"] and [*llama["unsupported"]] == ["rope_2d"]
+    scores = {(row["model"], row["task"], row["encoding"]): row for row in record["table"]}
+    assert {label for model, task, label in scores if (model, task) == ("bert", "mlm")} == {"none", "learned"}
+    assert {label for model, task, label in scores if (model, task) == ("llama", "clm")} == {"none", "learned", "cope"}
     assert bert["tasks_left_out"] == ["clm"] and llama["tasks_left_out"] == ["mlm"]
-    assert bert["scores"]["mlm"]["learned"]["max_length"] == 16
+    assert scores["bert", "mlm", "learned"]["max_length"] == 16
     text = (tmp_path / "compare.txt").read_text()
-    assert "bert, mlm, L = 8 bytes: perplexity" in text and "refused" in text and "requires causal attention" in text
+    assert "bert, mlm, L = 8 bytes: perplexity" in text and "unsupported" in text and "requires causal attention" in text
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
     # All encodings of a model had the same initial weights and data rows. Other seeds and tasks had different ones.
@@ -141,8 +157,8 @@ def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
         digests.setdefault((path.split("/")[0], each["task"], each["seed"]), []).append(each["digests"])
     assert len(digests) == 8 and all(all(each == of[0] for each in of) for of in digests.values())
     assert len({of[0]["train"] for of in digests.values()}) == 6  # both models share the rows of classification
-    assert len({of[0]["host"] for of in digests.values()}) == 8
-    same = bert["same_for_all_encodings"]["mlm"]
+    assert len({of[0]["model"] for of in digests.values()}) == 8
+    same = bert["digests"]["mlm"]
     assert same["0"] == digests["bert", "mlm", 0][0] != same["1"]
     with pytest.raises(SystemExit, match="mlm, seed 0: none and.*training rows"):
         wrong = [each for path, each in found.items() if path.startswith("bert/runs/mlm")]
@@ -157,7 +173,7 @@ def test_digests_tell_rows_and_their_order_apart():
     assert runs.digest(first, second) != runs.digest(second, first)
 
 
-def test_patching_leaves_the_weights_of_a_host(monkeypatch):
+def test_patching_leaves_the_weights_of_a_model():
     """Patching keeps the weights that a digest covers."""
     for head in (tasks.MASKED, tasks.LABELS):
         host = models.stock("bert", TINY, 9, 8, 3, head)
@@ -171,7 +187,7 @@ def test_a_study_that_was_killed_goes_on(tmp_path, launch):
     arguments = [*COPY, "--encodings", "none", "t5", "--seeds", "0", "1", "--output_dir"]
     codes, _ = launch("compare", *arguments, tmp_path / "whole")
     assert codes == [0]
-    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("experiments.length_extrapolation.study.run", 3))
+    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("hf_posenc.studies.study.run", 3))
     assert codes == [-9] and len(read_runs(tmp_path / "resumed")) == 2
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "resumed").glob("*/runs/*.json")}
     codes, _ = launch("compare", *arguments, tmp_path / "resumed")
@@ -189,8 +205,8 @@ def test_processes_of_accelerate_give_the_same_records(tmp_path, launch):
     codes, said = launch("compare", *arguments, tmp_path / "two", processes=2)
     assert codes == [0, 0], said
     assert len(read_runs(tmp_path / "one")) == 6 and read_runs(tmp_path / "one") == read_runs(tmp_path / "two")
-    one, two = (records.read(tmp_path / name / "compare.json")["hosts"]["llama"] for name in ("one", "two"))
-    assert one["scores"] == two["scores"] and said.count("mean over 2 seeds") == 1
+    one, two = (records.read(tmp_path / name / "compare.json")["rows"] for name in ("one", "two"))
+    assert one == two and said.count("Mean over 2 seeds") == 1
     codes, said = launch("compare", *arguments, tmp_path / "three", "--processes", "2", processes=2)
     assert codes == [1, 1] and "Accelerate's launcher has started 2 already" in said
 
@@ -222,7 +238,7 @@ def test_other_settings_are_an_error_that_names_them(tmp_path):
     arguments = [*COPY, "--encodings", "none", "--seeds", "0", "--output_dir", str(tmp_path)]
     compare.main(arguments)
     for changed, message in (
-        (["--steps", "3"], "made with steps=2, and now it is 3: .*give steps as before, or another --output_dir"),
+        (["--steps", "3"], "created with steps=2, and now it is 3.*restore steps, or choose another --output_dir"),
         (["--length", "4", "--batch_size", "3"], r"length=3, and now it is 4 \(batch_size differs, too\)"),
         (["--multiples", "1", "4"], r"multiples=\[1.0, 2.0\], and now it is \[1.0, 4.0\]"),
         (["--learning_rate", "llama=0.1"], "learning_rate=0.005, and now it is 0.1"),
@@ -235,20 +251,20 @@ def test_other_settings_are_an_error_that_names_them(tmp_path):
     compare.main([*arguments, "--report_only"])
     assert file.read_text() == before
     file.write_text("{")
-    with pytest.raises(SystemExit, match="is no.*a run"):
+    with pytest.raises(SystemExit, match=f"{file.name}.*--output_dir"):
         compare.main(arguments)
     file.write_text(before)
     # Additions join a study: another model, encoding, seed, and task, and other options of the same model.
     wider = '{"type": "llama", "num_key_value_heads": 1}'
-    compare.main([*arguments, "--hosts", "llama", wider, "--encodings", "alibi", "none", "--seeds", "0", "1"])
+    compare.main([*arguments, "--models", "llama", wider, "--encodings", "alibi", "none", "--seeds", "0", "1"])
     assert len(read_runs(tmp_path)) == 8
-    assert [*records.read(tmp_path / "compare.json")["hosts"]] == ["llama", "llama num_key_value_heads=1"]
+    assert [*records.read(tmp_path / "compare.json")["models"]] == ["llama", "llama num_key_value_heads=1"]
 
 
 def test_a_file_is_its_flags(tmp_path):
     file = tmp_path / "study.yaml"
     study_of = {
-        "hosts": ["llama", {"type": "gpt2", "hidden_size": 32}],
+        "models": ["llama", {"type": "gpt2", "hidden_size": 32}],
         "encodings": ["none", {"type": "rope", "theta": 50.0}],
         "tasks": "copy",
         "seeds": [3, 4],
@@ -270,15 +286,15 @@ def test_a_file_is_its_flags(tmp_path):
     assert first.setup.multiples == (1.0, 1.5) and first.trainings["copy"] == Training(5, 7, 32)
 
     for text, message in (
-        ("encoding: [none]", "'encoding', which is no flag of a study: did you mean 'encodings'"),
-        ("output_dir: x", "'output_dir', which is no flag of a study"),
-        ("seeds: [[1]]", r"seeds: \[1\]; allowed are"),
-        ("[none]", "is to be a mapping"),
-        ("seeds: [0]\nsteps: 2\nseeds: [1]", "'seeds' is given twice"),
-        ("encodings: [{type: rope, theta: 5, theta: 6}]", "'theta' is given twice"),
-        ("encodings: [{type: rope, theta: 2024-01-01}]", "allowed in it are texts, numbers"),
-        ("encodings: [none, --report_only]", "'--report_only'; allowed are"),
-        ("a: [", "is no study: while parsing"),
+        ("encoding: [none]", "'encoding' isn't a key of a study .did you mean 'encodings'"),
+        ("output_dir: x", "'output_dir' isn't a key of a study"),
+        ("seeds: [[1]]", r"seeds is \[1\]\. Use"),
+        ("[none]", "Use a mapping"),
+        ("seeds: [0]\nsteps: 2\nseeds: [1]", "'seeds' occurs twice"),
+        ("encodings: [{type: rope, theta: 5, theta: 6}]", "'theta' occurs twice"),
+        ("encodings: [{type: rope, theta: 2024-01-01}]", "Use texts, numbers"),
+        ("encodings: [none, --report_only]", "'--report_only'. Use names"),
+        ("a: [", "isn't a valid study: while parsing"),
     ):
         file.write_text(text)
         with pytest.raises(SystemExit, match=message):
@@ -293,8 +309,8 @@ def test_a_part_goes_before_all_in_any_order():
 
 def test_lengths_are_not_those_of_rounded_floats():
     assert runs.test_lengths(Training(10, 1, 1), (0.7, 1.0, 1.4, 1.5, 2.3)) == [7, 10, 14, 15, 23]
-    part = Part(Study(Setup(), {"copy": Training(10, 1, 1)}, (), {}, (0,)), Results([]))
-    assert several.length_of(part, "copy", (1.4,)) == {1.4: 14}
+    part = Part(Study(Setup(multiples=(1.4,)), {"copy": Training(10, 1, 1)}, (), {}, (0,)), Results([]))
+    assert part.lengths("copy") == {1.4: 14}
 
 
 def test_the_study_that_is_kept_can_be_run():
@@ -302,7 +318,7 @@ def test_the_study_that_is_kept_can_be_run():
         [str(ROOT / "experiments" / "studies" / "six_encodings.yaml"), "--output_dir", "x", *SIZES]
     )
     studies, left_out = compare.studies_of(arguments)
-    assert sum(len(each.runs()) for each in studies.values()) == 90 and not any(each.refused for each in studies.values())
+    assert sum(len(each.runs()) for each in studies.values()) == 90 and not any(each.unsupported for each in studies.values())
     assert left_out == {"bert": ["clm", "copy"], "llama": ["mlm"]} and max(arguments.multiples) == 4
 
 
@@ -312,7 +328,8 @@ def checkpoint(tmp_path, minilm, monkeypatch):
     folder = tmp_path / "my-bert"
     stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(folder)
     AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
-    monkeypatch.setattr(tokenised, "_paragraphs", lambda: ("one two three " * 200, "two three one " * 100))
+    monkeypatch.setattr(texts, "topics", lambda: ("one two three " * 200, "two three one " * 100))
+    texts.paragraphs.cache_clear()
     return folder
 
 
@@ -320,71 +337,71 @@ def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatc
     seen = []
     patched = models.patched
     monkeypatch.setattr(models, "patched", lambda *of: seen.append(patched(*of)) or seen[-1])
-    arguments = [*QUICK, "--hosts", f"checkpoint:{checkpoint}", "--tasks", "mlm", "--encodings", "none", "t5", "cope"]
+    arguments = [*QUICK, "--models", f"checkpoint:{checkpoint}", "--tasks", "mlm", "--encodings", "none", "t5", "cope"]
     arguments += ["--seeds", "0", "--length", "6", "--output_dir", str(tmp_path / "out")]
     compare.main([*arguments, "--steps", "0"])
     own = AutoModelForMaskedLM.from_pretrained(checkpoint).state_dict()
     kept = [name for name in own if "position_embeddings" not in name and "seq_relationship" not in name]
     for model in seen[-2:]:
         assert all(model.state_dict()[name].equal(own[name]) for name in kept) and len(kept) > 20
-    (host,) = records.read(tmp_path / "out" / "compare.json")["hosts"].values()
-    assert [*host["scores"]["mlm"]] == ["none", "t5"] and [*host["refused"]] == ["cope"]
+    record = records.read(tmp_path / "out" / "compare.json")
+    (own,) = record["models"].values()
+    assert {row["encoding"] for row in record["table"]} == {"none", "t5"} and [*own["unsupported"]] == ["cope"]
     assert f"checkpoint:{checkpoint}, mlm, L = 6 tokens" in " ".join((tmp_path / "out" / "compare.txt").read_text().split())
-    with pytest.raises(SystemExit, match="made with steps=0, and now it is 2"):
+    with pytest.raises(SystemExit, match="created with steps=0, and now it is 2"):
         compare.main(arguments)
     capsys.readouterr()
     compare.main([*arguments, "--steps", "0", "--tasks", "classification", "--length", "3"])
-    assert re.search("lacks weights, which are drawn at random: .*classifier.bias", capsys.readouterr().err)
+    assert re.search("lacks weights, which are initialized at random: .*classifier.bias", capsys.readouterr().err)
     # Other weights in the same directory make another model.
     model = AutoModelForMaskedLM.from_pretrained(checkpoint)
     model.bert.embeddings.word_embeddings.weight.data.neg_()
     model.save_pretrained(checkpoint)
-    with pytest.raises(SystemExit, match="made with weights="):
+    with pytest.raises(SystemExit, match="created with files="):
         compare.main([*arguments, "--steps", "0"])
 
 
 def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
-    mlm, clm = (tokenised.task(name, minilm) for name in ("mlm", "clm"))
-    text = tokenised.texts(minilm)
+    mlm, clm, mapped, order = (texts.task(tasks.TASKS[name], minilm) for name in ("mlm", "clm", "copy", "classification"))
+    text = texts.of_tokenizer(minilm)
     input_ids, labels = mlm.test(64, 0)
     hidden = input_ids == text.mask
     assert hidden.sum() == 1229 and labels[hidden].equal(text.test[: labels.numel()].view(-1, 64)[hidden])
-    assert mlm.unit == clm.unit == "tokens" and mlm.digest() == clm.digest() != tasks.text_digest()
+    assert mlm.unit == clm.unit == "tokens" and mlm.digest() == clm.digest() != texts.of_bytes().digest()
     assert clm.test(100, 0)[0].flatten().equal(text.test[:8100])
     # Each symbol becomes one ordinary token, and the answers are unchanged.
-    own, mapped = tasks.COMPARED["copy"], tokenised.task("copy", minilm)
+    own = tasks.TASKS["copy"]
     (ours, scored), (theirs, wanted) = own.test(5, 50), mapped.test(5, 50)
     pairs = {*zip(ours.flatten().tolist(), theirs.flatten().tolist(), strict=True)}
     assert len(pairs) == len({first for first, _ in pairs}) == len({second for _, second in pairs}) == 29
     assert (wanted != tasks.IGNORED).equal(scored != tasks.IGNORED)
     assert wanted[wanted != tasks.IGNORED].equal(theirs[wanted != tasks.IGNORED])
-    order = tokenised.task("classification", minilm)
-    assert order.test(5, 50)[1].equal(tasks.COMPARED["classification"].test(5, 50)[1])
+    assert order.test(5, 50)[1].equal(tasks.TASKS["classification"].test(5, 50)[1])
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (["--hosts", "lama"], "'lama' is no host: did you mean 'llama'"),
-        (["--hosts", '{"type": "llama", "num_heads": 2}'], "config of llama has no 'num_heads'"),
-        (["--hosts", '{"type": "llama", "attention_dropout": 0.3}'], "'attention_dropout' can't be given: a study sets it"),
+        (["--models", "lama"], "There is no model 'lama' .did you mean 'llama'"),
+        (["--models", '{"type": "llama", "num_heads": 2}'], "config of llama has no option 'num_heads'"),
+        (["--models", '{"type": "llama", "attention_dropout": 0.3}'], "'attention_dropout' can't be given: the study sets it"),
         (["--steps", "copy=2", "copy=3"], "copy=2 copy=3: copy is given 2 times"),
         (["--steps", "2", "3"], "2 3: a number for all is given 2 times"),
         (["--weight_decay", "nan"], "'nan' must be a number of at least 0"),
-        (["--hosts", '{"type": "llama", "hidden_size": 7}'], "llama hidden_size=7 can't be made"),
-        (["--hosts", '{"type": "llama"'], "--hosts .*delimiter"),
-        (["--hosts", "llama", '{"type": "llama"}'], "give each once"),
-        (["--hosts", "checkpoint:nowhere"], "nowhere is no checkpoint"),
-        (["--hosts", '{"type": "checkpoint:x", "hidden_size": 4}'], "a checkpoint has a config of its own"),
-        (["--hosts", "bert"], "bert: it has no head for any of --tasks copy"),
-        (["--tasks", "copy", "mlm"], "--tasks mlm: none of the hosts, llama, has a head"),
-        (["--tasks", "classification", "--length", "1"], "classification has no length 1"),
-        (["--tasks", "clm", "--length", "5000"], "tested at 10000 bytes, and its text for tests has 8192"),
+        (["--models", '{"type": "llama", "hidden_size": 7}'], "llama hidden_size=7 can't be created"),
+        (["--models", '{"type": "llama"'], "--models .*delimiter"),
+        (["--models", "llama", '{"type": "llama"}'], "Give each once"),
+        (["--models", "checkpoint:nowhere"], "nowhere has no config.json"),
+        (["--models", '{"type": "checkpoint:x", "hidden_size": 4}'], "hidden_size can't be given: x has its own config"),
+        (["--models", "bert"], "bert: the model has no head for any of --tasks copy"),
+        (["--tasks", "copy", "mlm"], "--tasks mlm: none of the models, llama, has a head"),
+        (["--tasks", "classification", "--length", "1"], "The task classification has no length 1"),
+        (["--tasks", "clm", "--length", "5000"], "tested at 10,000 bytes, and its text for tests has 8,192"),
         (["--multiples", "0"], "'0' must be a number above 0"),
-        (["--learning_rate", "bert=1"], "'bert=1': allowed is .*of llama"),
-        (["--encodings", "rope_2d"], "the hosts can have none of them"),
+        (["--learning_rate", "bert=1"], "'bert=1' isn't valid.*of llama"),
+        (["--encodings", "rope_2d"], "the models support none of them"),
         (["--report_only"], "no finished run"),
-        (["nothing.yaml"], "nothing.yaml is no study"),
+        (["nothing.yaml"], "nothing.yaml isn't a valid study"),
     ],
 )
 def test_wrong_flags(wrong, message, tmp_path, capsys):
@@ -393,7 +410,7 @@ def test_wrong_flags(wrong, message, tmp_path, capsys):
     assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")
 
 
-def part_by_hand(label, by_encoding, refused=()):
+def part_of(label, by_encoding, unsupported=()):
     """The part of a study for one model, made from {encoding: {length: score of each seed}}. The models learned 4 symbols."""
     made = [
         {
@@ -409,16 +426,25 @@ def part_by_hand(label, by_encoding, refused=()):
     ]
     setup = Setup(multiples=(1.0, 2.0))
     return Part(
-        Study(setup, {"classification": Training(4, 1, 1)}, (), dict.fromkeys(refused, "why"), (0, 1), label), Results(made)
+        Study(setup, {"classification": Training(4, 1, 1)}, (), dict.fromkeys(unsupported, "why"), (0, 1), label), Results(made)
     )
+
+
+def record_of(parts, correction=None):
+    """What compare.json has of these parts."""
+    for part in parts:
+        for run in part.results.records.values():
+            run.update(cpu_seconds=0, digests={})
+    return json.loads(records.as_text(as_record(parts, {}, {}, correction)))
 
 
 def test_the_table_by_hand():
     parts = [
-        part_by_hand("first", {"none": {4: [0.5, 0.5], 8: [0.4, 0.4]}, "learned": {4: [0.5, 0.5], 8: [0.5, 0.6]}}, ["cope"]),
-        part_by_hand("second", {"none": {4: [1.0], 8: [0.9]}}),
+        part_of("first", {"none": {4: [0.5, 0.5], 8: [0.4, 0.4]}, "learned": {4: [0.5, 0.5], 8: [0.5, 0.6]}}, ["cope"]),
+        part_of("second", {"none": {4: [1.0], 8: [0.9]}}),
     ]
-    table = several.table(parts)
+    means, differences, unsupported = tables.for_terminal(record_of(parts))
+    table = means
     assert [[*column.cells] for column in table.columns] == [
         [
             "[bold]first, classification, L = 4 symbols: accuracy[/bold]",
@@ -428,13 +454,15 @@ def test_the_table_by_hand():
             "[bold]second, classification, L = 4 symbols: accuracy[/bold]",
             "none (1 seed fewer)",
         ],
-        ["", "0.50 ± 0.00", "0.50 ± 0.00", "refused", "", "1.00"],
+        ["", "0.50 ± 0.00", "0.50 ± 0.00", "unsupported", "", "1.00"],
         # Standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706: 12.706 · 0.1 / 2 = 0.635.
         ["", "0.55 ± 0.64", "0.40 ± 0.00", "", "", "0.90"],
     ]
     assert [column.header for column in table.columns] == ["", "1 L", "2 L"] and "1 to 2 seeds" in table.caption
-    (host, encoding, reason) = ([*column.cells] for column in several.refused_table(parts).columns)
-    assert (host, encoding, reason) == (["first"], ["cope"], ["why"]) and several.refused_table(parts[1:]) is None
+    assert [[*column.cells] for column in unsupported.columns] == [["first"], ["cope"], ["why"]]
+    assert len(tables.for_terminal(record_of(parts[1:]))) == 1
+    # Paired with none: 0.1 and 0.2, half width 0.64.
+    assert [[*column.cells][1:] for column in differences.columns] == [["learned †"], ["+0.00 ± 0.00"], ["+0.15 ± 0.64"]]
 
 
 def test_differences_are_paired_by_seed():
@@ -459,13 +487,13 @@ def test_a_changed_class_is_another_setting(tmp_path, monkeypatch, own_registry)
         "import hf_posenc\n\nclass Changing(hf_posenc.PositionEncoding, type='changing'):\n"
         "    def distance_bias(self, distance):\n        return -distance.abs()[None].float()\n"
     )
-    command = ["--import", "changing", "--hosts", "bert", "--encodings", "changing", "none", "--tasks", "classification"]
+    command = ["--import", "changing", "--models", "bert", "--encodings", "changing", "none", "--tasks", "classification"]
     command += [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--length", "4", "--output_dir", "study"]
-    monkeypatch.setattr(several, "draw", lambda parts, path: None)
+    monkeypatch.setattr(compare, "draw", lambda record, path: None)
     compare.main([*command, "--seeds", "0"])
     compare.main([*command, "--seeds", "0", "1"])
     file.write_text(file.read_text().replace("-distance", "-2 * distance"))
-    with pytest.raises(SystemExit, match="was made with code='"):
+    with pytest.raises(SystemExit, match=r"encoding changing \(changing.py\)"):
         compare.main([*command, "--seeds", "0", "1", "2"])
     del sys.modules["changing"]
 
@@ -492,13 +520,13 @@ def test_a_flag_narrows_a_study_file(tmp_path):
 def test_the_example_of_the_help_is_allowed():
     for text in re.findall(r"'(\{.*?\})'", compare.__doc__):
         given = yaml.safe_load(text)
-        if given["type"] not in models.HOSTS:
+        if given["type"] not in models.MODELS:
             models.encoding(given)
 
 
 def test_an_encoding_has_one_line_in_all_panels():
-    styles = several.styles_of(Sheet((3, 3)), ["none", *(f"e{number}" for number in range(20))])
-    assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
+    styles = study_curves.styles_of(Sheet((3, 3)), ["none", *(f"e{number}" for number in range(20))])
+    assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["linestyle"] == "--"
 
 
 WINDOW = """
@@ -521,20 +549,16 @@ def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     (tmp_path / "my_window.py").write_text(WINDOW)
-    trained, tested = tasks.texts()
-    monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
-    monkeypatch.setattr(several, "draw", lambda parts, path: None)  # takes half of the time
+    shorten(monkeypatch)
+    monkeypatch.setattr(compare, "draw", lambda record, path: None)  # takes half of the time
     shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
-    commands = re.findall(
-        r"^(?:python|accelerate launch --config_file (\S+)) (scripts/\S+) (.*)$", joined_lines(page), re.MULTILINE
-    )
-    for config, script, rest in commands:
-        assert (ROOT / script).is_file() and (not config or (ROOT / config).is_file())
-        compare.main([*shlex.split(rest), *shorter])
+    commands = re.findall(r"^hf-posenc compare (.*)$", joined_lines(page), re.MULTILINE)
+    for given in commands:
+        compare.main([*shlex.split(given), *shorter])
     del sys.modules["my_window"]
     made = {file.parent.name for file in tmp_path.glob("*/compare.json")}
     assert made == {"first", "study", "window", "trained"}
-    assert [*records.read(tmp_path / "window" / "compare.json")["hosts"]["bert"]["encodings"]] == [
+    assert [*records.read(tmp_path / "window" / "compare.json")["models"]["bert"]["encodings"]] == [
         "none", "window", "window width=4"
     ]  # fmt: skip
 

@@ -15,11 +15,14 @@ from rich.console import Console
 
 from conftest import ROOT
 from experiments import extrapolation
-from experiments.length_extrapolation import models, report, runs, several, study, tasks, verdict
-from experiments.length_extrapolation.models import Sizes
-from experiments.length_extrapolation.results import Results
-from experiments.length_extrapolation.runs import Setup, Training
+from experiments import extrapolation_report as report
+from experiments import extrapolation_verdict as verdict
 from hf_posenc.evaluation import records
+from hf_posenc.studies import models, runs, study, tables, tasks, texts
+from hf_posenc.studies.models import Sizes
+from hf_posenc.studies.record import Part, as_record
+from hf_posenc.studies.results import Results
+from hf_posenc.studies.runs import Setup, Training
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
@@ -56,30 +59,32 @@ def test_drawn_sums_are_right():
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_rows_of_a_task(name):
-    task = tasks.TASKS[name]
+    task = texts.task(tasks.TASKS[name])
+    tasks.check(name, task, [task.length])
     for length in (task.length, 8 * task.length):
         input_ids, labels = task.test(length, 3)
         assert input_ids.shape[1] == task.tokens(length) and input_ids.max() < task.vocabulary
-        assert labels[labels != tasks.IGNORED].equal(input_ids[labels != tasks.IGNORED])
+        if task.head == tasks.CAUSAL:
+            assert labels[labels != tasks.IGNORED].equal(input_ids[labels != tasks.IGNORED])
         assert task.test(length, 3)[0].equal(input_ids)
     generator = torch.Generator().manual_seed(0)
     drawn = [task.train(task.length, 5, generator)[0] for _ in range(60)]
-    lengths = {task.tokens(n) for n in range(1, task.length + 1)} if name != "lm" else {task.length}
+    lengths = {task.length} if task.texts else {task.tokens(n) for n in range(task.shortest, task.length + 1)}
     assert {rows.shape[1] for rows in drawn} == lengths
 
 
 def test_texts_are_held_out():
-    trained, tested = (bytes(text.tolist()).decode(errors="ignore") for text in tasks.texts())
+    trained, tested = (bytes(text.tolist()).decode(errors="ignore") for text in (texts.of_bytes().train, texts.of_bytes().test))
     paragraphs = [each.strip() for each in tested.split("\n\n")][:-1]  # the last one is truncated
     assert len(paragraphs) > 30 and not {*paragraphs} & {each.strip() for each in trained.split("\n\n")}
-    pieces, labels = tasks.TASKS["lm"].test(64, 0)
+    pieces, labels = texts.task(tasks.TASKS["clm"]).test(64, 0)
     assert bytes(pieces.flatten().tolist()).decode(errors="ignore") == tested and (labels[:, 0] == tasks.IGNORED).all()
 
 
 def test_a_paragraph_that_is_tested_is_no_training_text(monkeypatch):
     topics = {name: f"{name} alone\n\nshared by {'ef' if name in 'ef' else name}" for name in "abcdefgh"}
-    monkeypatch.setattr(tasks.pydoc_data.topics, "topics", topics)
-    trained, tested = (bytes(text.tolist()).decode() for text in tasks.texts.__wrapped__())
+    monkeypatch.setattr(texts.pydoc_data.topics, "topics", topics)
+    trained, tested = texts.topics()
     assert tested == "e alone\n\nshared by ef"
     assert "f alone" in trained and "shared by f" not in trained and "shared by ef" not in trained and "shared by g" in trained
 
@@ -96,9 +101,13 @@ def test_a_score_is_of_answers_alone():
     input_ids, labels = tasks.as_copied(torch.tensor([[3, 1, 2], [4, 5, 6]]))
     wanted = input_ids.clone()
     wanted[:, 1:5] = 0  # wrong in the question, which doesn't count
-    assert runs.measured(Fixed(), input_ids, labels) == {"exact": 1.0, "tokens": 1.0, "loss": pytest.approx(0.0, abs=1e-6)}
+    assert runs.measured(Fixed(), input_ids, labels, tasks.TASKS["copy"]) == {
+        "exact": 1.0,
+        "tokens": 1.0,
+        "loss": pytest.approx(0.0, abs=1e-6),
+    }
     wanted[1, 6] = 0
-    found = runs.measured(Fixed(), input_ids, labels)
+    found = runs.measured(Fixed(), input_ids, labels, tasks.TASKS["copy"])
     assert found["exact"] == 0.5 and found["tokens"] == 7 / 8 and found["loss"] == pytest.approx(50 / 8)
 
 
@@ -122,10 +131,10 @@ def outputs(folder):
 def test_a_run_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     run = study.run
 
-    def failing(setup, training, task, encoding, seed):
+    def failing(setup, training, task, encoding, seed, save_to):
         if encoding.label == "t5":
             raise RuntimeError("out of luck")
-        return run(setup, training, task, encoding, seed)
+        return run(setup, training, task, encoding, seed, save_to)
 
     monkeypatch.setattr(study, "run", failing)
     arguments = [*QUICK, "--encodings", "none", "t5", "--seeds", "0", "--output_dir", str(tmp_path)]
@@ -150,8 +159,8 @@ def test_labels_tell_encodings_apart():
     [
         (["--length", "0"], "'0'"),
         (["--steps", "lm=4"], "'lm=4'.*copy"),
-        (["--tasks", "copy", "copy"], "give each once"),
-        (["--hidden_size", "30"], "llama can't be made with .*hidden_size=30"),
+        (["--tasks", "copy", "copy"], "Give each once"),
+        (["--hidden_size", "30"], "llama can't be created with .*hidden_size=30"),
         (["--seeds", "-1"], "'-1'|expected"),
         (["--encodings", "rope", "rotary"], "rope is there already"),
         (["--encodings", "robe"], "did you mean 'rope'"),
@@ -187,7 +196,7 @@ def study_by_hand(scores):
 def part_of(results):
     """The part of a study that was trained on 4 symbols and tested on 8."""
     setup = Setup(multiples=(1.0, 2.0))
-    return several.Part(study.Study(setup, {"copy": Training(4, 1, 1)}, (), {}, (0, 1, 2)), results)
+    return Part(study.Study(setup, {"copy": Training(4, 1, 1)}, (), {}, (0, 1, 2)), results)
 
 
 def test_means_and_intervals_by_hand():
@@ -207,13 +216,16 @@ def test_runs_that_diverge_are_marked():
             return SimpleNamespace(logits=torch.full((*input_ids.shape, 5), math.nan))
 
     ids = torch.zeros(3, 4, dtype=torch.long)
-    assert runs.measured(Ruined(), ids, ids) == {"exact": 0.0, "tokens": 0.0, "loss": None}
+    assert runs.measured(Ruined(), ids, ids, tasks.TASKS["copy"]) == {"exact": 0.0, "tokens": 0.0, "loss": None}
     made = study_by_hand({"copy": {label: {4: [0.1, 0.2, 0.6], 8: [0, 0, 0]} for label in ("t5", "rope")}})
     made.records["copy", "t5", 1]["scores"]["4"]["loss"] = None
     made.records["copy", "t5", 2]["losses"] = [1.0, None]
     assert (made.diverged("copy", "t5"), made.diverged("copy", "rope")) == (2, 0)
     text = io.StringIO()
-    Console(file=text, width=140).print(several.table([part_of(made)]))
+    for run in made.records.values():
+        run.update(cpu_seconds=0, digests={})
+    record = json.loads(records.as_text(as_record([part_of(made)], {}, {}, None)))
+    Console(file=text, width=140).print(tables.for_terminal(record)[0])
     shown = " ".join(text.getvalue().split())
     assert "t5 (2 runs diverged)" in shown and "not corrected for multiple comparisons" in shown
 
@@ -313,11 +325,11 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_a_page_has_the_means_of_the_record(tmp_path):
     score = {"exact": {"mean": 0.1}, "tokens": {"mean": 0.25}}
     record = {
-        "setup": {"host": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
+        "setup": {"model": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
         "runs": {"finished": 5, "planned": 6, "cpu_seconds": 120},
         "trainings": {"copy": {"length": 4, "steps": 7, "batch_size": 8}, "lm": {"length": 64, "steps": 9, "batch_size": 2}},
         "encodings": {"t5": {}, "learned": {}},
-        "refused": {"rope_2d": "no grid"},
+        "unsupported": {"rope_2d": "no grid"},
         "learned": {"copy": ["t5"], "reverse": []},
         "scores": {
             "copy": {"t5": {"max_length": None, "by_length": {"4": score, "8": score, "32": score}}},

@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, run_python
-from experiments.length_extrapolation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
 from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
+from hf_posenc.studies import study
 from killed import CASES, SHARDS, states
 from models import first, patched, slow, tokens
 

@@ -68,6 +68,8 @@ def key(result: Record) -> tuple[Any, ...]:
 def command(*arguments: str) -> str:
     """A command line. Without arguments, the command line of this process."""
     main = sys.modules["__main__"]
+    if not arguments and Path(sys.argv[0]).stem == "hf-posenc":
+        return shlex.join(["hf-posenc", *sys.argv[1:]])
     if not arguments and main.__spec__ and main.__file__ == sys.argv[0]:  # python -m
         arguments = ("-m", main.__spec__.name, *sys.argv[1:])
     return shlex.join(["python", *(arguments or sys.argv)])

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.length_extrapolation.tasks import ALL
 from hf_posenc.evaluation.metrics import interval
+from hf_posenc.studies.tasks import TASKS
 
 Record = dict[str, Any]
-DIGESTS = {"host": "weights of the host", "train": "training rows", "test": "test rows"}
+DIGESTS = {"model": "initial weights", "train": "training rows", "test": "test rows"}
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,25 @@ def _check_same(found: Sequence[Record]) -> None:
             if digest != other.get("digests", {}).get(name, digest):
                 raise SystemExit(
                     f"{record['task']}, seed {record['seed']}: {record['encoding']} and {other['encoding']} had different "
-                    f"{DIGESTS[name]}, so they can't be compared (another version of torch or Transformers?): remove the "
-                    "older of their files"
+                    f"{DIGESTS[name]}, so they can't be compared. The cause can be another version of torch or Transformers. "
+                    "Remove the older of their files."
                 )
+
+
+def value_of(scores: Record, measure: str) -> float:
+    """A score of one length: "exact", "tokens", "accuracy", a custom metric, or "perplexity", which can be infinite."""
+    if measure == "accuracy":
+        return scores["exact"]
+    if measure != "perplexity":
+        return scores[measure]
+    return math.inf if scores["loss"] is None else math.exp(min(scores["loss"], 700.0))
+
+
+def descending_score(record: Record) -> float:
+    """The last score of a run at the longest test length, negated if higher is better, so that the best run is the minimum."""
+    task = TASKS[record["task"]]
+    value = value_of(record["scores"][max(record["scores"], key=int)], task.measures[-1])
+    return value if task.descends() else -value
 
 
 class Results:
@@ -49,7 +65,7 @@ class Results:
     def __init__(self, found: Sequence[Record]) -> None:
         _check_same(found)
         self.records = {(record["task"], record["encoding"], record["seed"]): record for record in found}
-        self.tasks = [task for task in ALL if any(key[0] == task for key in self.records)]
+        self.tasks = [task for task in TASKS if any(key[0] == task for key in self.records)]
 
     def encodings(self, task: str) -> list[str]:
         return list(dict.fromkeys(label for kind, label, _ in self.records if kind == task))
@@ -75,13 +91,7 @@ class Results:
         return self.records[task, label, self.seeds(task, label)[0]]["max_length"]
 
     def value(self, task: str, label: str, seed: int, length: int, measure: str) -> float:
-        """A score: "exact", "tokens", "accuracy", or "perplexity", which is infinite if the loss isn't finite."""
-        score = self.records[task, label, seed]["scores"][str(length)]
-        if measure == "accuracy":
-            return score["exact"]
-        if measure != "perplexity":
-            return score[measure]
-        return math.inf if score["loss"] is None else math.exp(min(score["loss"], 700.0))
+        return value_of(self.records[task, label, seed]["scores"][str(length)], measure)
 
     def mean(self, task: str, label: str, length: int, measure: str) -> Mean:
         return Mean(tuple(self.value(task, label, seed, length, measure) for seed in self.seeds(task, label)))
@@ -94,6 +104,6 @@ class Results:
         ]
         return Mean(tuple(values)) if values else None
 
-    def chance(self, task: str) -> float:
-        """The token accuracy of random answers."""
-        return ALL[task].chance
+    def chance(self, task: str) -> float | None:
+        """The score of random answers."""
+        return TASKS[task].chance

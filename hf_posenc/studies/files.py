@@ -1,7 +1,6 @@
 """Read a study from a YAML file. Keys are flags, lists are several values, and mappings are TASK=N or objects with options."""
 
 import argparse
-import difflib
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any
 
 import yaml
 
-from experiments.length_extrapolation.flags import PER_TASK
-from experiments.length_extrapolation.tasks import ALL
+from hf_posenc.encodings import did_you_mean
+from hf_posenc.studies.flags import PER_TASK
+from hf_posenc.studies.tasks import TASKS
 
-OBJECTS = ("hosts", "encodings")
+OBJECTS = ("models", "encodings")
 """Flags whose values can be objects."""
 ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
 """Flags of a command that are not part of a study."""
@@ -24,7 +24,7 @@ class Once(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -36,22 +36,21 @@ def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str]
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SystemExit(f"{file} is no study: {error}") from None
+        raise SystemExit(f"{file} isn't a valid study: {error}") from None
     known = {
         action.option_strings[0].removeprefix("--")
         for action in parser._actions
         if action.option_strings and action.dest not in ELSEWHERE
     }
     if not isinstance(found, dict):
-        raise SystemExit(f"{file} is no study: it is to be a mapping with keys of {', '.join(sorted(known))}")
-    made = []
+        raise SystemExit(f"{file} isn't a valid study. Use a mapping with keys of {', '.join(sorted(known))}.")
+    made, own_tasks = [], {*TASKS, *(found.get("tasks") or [])} if isinstance(found.get("tasks"), list) else {*TASKS}
     for key, value in found.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SystemExit(f"{file} has {key!r}, which is no flag of a study: {hint}allowed are {', '.join(sorted(known))}")
+            hint = did_you_mean(key, known)
+            raise SystemExit(f"{file}: {key!r} isn't a key of a study{hint}. Use {', '.join(sorted(known))}.")
         if tasks is not None and key in PER_TASK and isinstance(value, dict):
-            value = {task: each for task, each in value.items() if task in tasks or task not in ALL}
+            value = {task: each for task, each in value.items() if task in tasks or task not in own_tasks}
         texts = _texts(file, key, value)
         made += [f"--{key}", *texts] if texts else []
     return made
@@ -68,7 +67,7 @@ def _text(file: Path, key: str, value: Any) -> str:
         try:
             return json.dumps(value)
         except TypeError:  # a date, for example
-            raise SystemExit(f"{file} has {key}: {value!r}; allowed in it are texts, numbers, lists and objects") from None
+            raise SystemExit(f"{file}: {key} is {value!r}. Use texts, numbers, lists, and objects.") from None
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or str(value).startswith("--"):
-        raise SystemExit(f"{file} has {key}: {value!r}; allowed are names, numbers, and lists of them")
+        raise SystemExit(f"{file}: {key} is {value!r}. Use names, numbers, and lists of them.")
     return str(value)

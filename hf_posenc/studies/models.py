@@ -1,4 +1,4 @@
-"""The models of studies, which are tiny models with random weights or checkpoints, and their encodings.
+"""The models of studies and their encodings: tiny models with random weights, models of a config file, and checkpoints.
 
 A model's weights depend only on its config or directory and the seed, so all encodings start from the same weights.
 """
@@ -24,8 +24,8 @@ from transformers import (
 )
 
 import hf_posenc
-from experiments.length_extrapolation.tasks import CAUSAL, LABELS, MASKED
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
+from hf_posenc.studies.tasks import CAUSAL, LABELS, MASKED
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
 """Standard deviations of weights, token embeddings (to match the size of sinusoidal embeddings), and output embeddings."""
@@ -36,10 +36,11 @@ HEADS: dict[str, Any] = {
     LABELS: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 }
 """Head -> config class -> model class."""
-CHECKPOINT = "checkpoint:"
-"""Prefix of a checkpoint's name, followed by its directory."""
-
-BESIDE = ("host", "inject", "max_length")
+CHECKPOINT, CONFIG = "checkpoint:", "config:"
+"""Prefixes of a model's name: the directory of a checkpoint follows, or a config.json (or its directory) for random weights."""
+CONFIG_LEARNING_RATE = 1e-3
+"""The default of a study for models of a config file."""
+PLACEMENT = ("host", "inject", "max_length")
 """Keys in an encoding's dict besides its options."""
 
 
@@ -65,16 +66,15 @@ class Encoding:
         return file_name(self.label)
 
 
-def own_code(encoding: Encoding) -> dict[str, str]:
-    """A digest of the files that define a custom encoding, as `code`. Empty for encodings of hf_posenc."""
-    kind = hf_posenc.list_encodings()
-    files = [
-        inspect.getsourcefile(kind[name])
-        for name in encoding.options["type"].split("+")
-        if name in kind and not kind[name].__module__.startswith("hf_posenc.")
-    ]
-    code = b"".join(Path(file).read_bytes() for file in files if file is not None)
-    return {"code": hashlib.sha256(code).hexdigest()[:16]} if code else {}
+def version(encoding: Encoding) -> dict[str, str]:
+    """A digest of each file that defines a custom encoding, by its name. Empty for encodings of hf_posenc."""
+    kinds, found = hf_posenc.list_encodings(), {}
+    for name in encoding.options["type"].split("+"):
+        if name in kinds and not kinds[name].__module__.startswith("hf_posenc."):
+            file = inspect.getsourcefile(kinds[name])
+            code = Path(file).read_bytes() if file else b""
+            found[f"encoding {name} ({Path(file or 'no file').name})"] = hashlib.sha256(code).hexdigest()[:16]
+    return found
 
 
 def file_name(label: str) -> str:
@@ -84,7 +84,7 @@ def file_name(label: str) -> str:
 
 
 @dataclass(frozen=True)
-class Host:
+class Kind:
     """A kind of tiny model.
 
     model_type: its name in Transformers.
@@ -99,10 +99,10 @@ class Host:
     learning_rate: float = 5e-3
 
 
-HOSTS = {
-    "llama": Host("llama", (CAUSAL, LABELS)),
-    "gpt2": Host("gpt2", (CAUSAL, LABELS), {"intermediate_size": "n_inner"}),
-    "bert": Host("bert", (MASKED, LABELS), learning_rate=2e-3),
+MODELS = {
+    "llama": Kind("llama", (CAUSAL, LABELS)),
+    "gpt2": Kind("gpt2", (CAUSAL, LABELS), {"intermediate_size": "n_inner"}),
+    "bert": Kind("bert", (MASKED, LABELS), learning_rate=2e-3),
 }
 """Name -> kind of tiny model. Other config options are specified separately."""
 
@@ -111,7 +111,7 @@ def encoding(given: str | dict[str, Any]) -> Encoding:
     """An encoding by its name or dict. Raises ValueError if it is unknown."""
     whole = hf_posenc.PosEncLlamaConfig(position_encoding=given).position_encoding
     name, said = (given, {}) if isinstance(given, str) else (given["type"], given)
-    options = {option: value for option, value in whole.items() if option not in BESIDE or option in said}
+    options = {option: value for option, value in whole.items() if option not in PLACEMENT or option in said}
     kind = hf_posenc.list_encodings().get(options["type"])
     # An alias that sets options differs from its class with default options.
     name = name if kind and kind.aliases.get(name) else options["type"]
@@ -120,33 +120,38 @@ def encoding(given: str | dict[str, Any]) -> Encoding:
 
 
 def stock(
-    host: str,
+    model: str,
     sizes: Sizes | None,
     vocabulary: int,
     trained_tokens: int,
     seed: int,
     head: str = CAUSAL,
     options: dict[str, Any] | None = None,
+    classes: int = 2,
 ) -> PreTrainedModel:
     """A model with its original positions, for inputs of up to `trained_tokens` tokens, without dropout.
 
-    `sizes`, `vocabulary`, and config `options` apply to tiny models only.
+    `sizes`, `vocabulary`, and config `options` don't apply to checkpoints.
     """
     torch.manual_seed(seed)
-    if folder := folder_of(host):
-        return _loaded(folder, head)
-    row, given = HOSTS[host], {**vars(sizes or Sizes()), "vocab_size": vocabulary, "max_position_embeddings": trained_tokens}
-    given |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    given |= {"initializer_range": STD, "tie_word_embeddings": False}
+    if directory := directory_of(model):
+        return _loaded(directory, head, classes)
+    given: dict[str, Any] = {"vocab_size": vocabulary, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
     if head == LABELS:  # decoders look for the last non-padding token: add an unused padding token
-        given |= {"vocab_size": vocabulary + 1, "pad_token_id": vocabulary, "num_labels": 2}
-    given = {row.size_names.get(name, name): value for name, value in given.items()}
-    config = without_dropout(AutoConfig.for_model(row.model_type, **{**given, **(options or {})}))
-    model = HEADS[head][type(config)](config)
-    for module, std in ((model.get_input_embeddings(), TOKEN_STD), (model.get_output_embeddings(), OUTPUT_STD)):
+        given |= {"vocab_size": vocabulary + 1, "pad_token_id": vocabulary, "num_labels": classes}
+    if file := config_of(model):
+        config = without_dropout(AutoConfig.from_pretrained(file, **given))
+        return HEADS[head][type(config)](config)
+    kind = MODELS[model]
+    given |= {**vars(sizes or Sizes()), "max_position_embeddings": trained_tokens}
+    given |= {"initializer_range": STD, "tie_word_embeddings": False}
+    given = {kind.size_names.get(name, name): value for name, value in given.items()}
+    config = without_dropout(AutoConfig.for_model(kind.model_type, **{**given, **(options or {})}))
+    made = HEADS[head][type(config)](config)
+    for module, std in ((made.get_input_embeddings(), TOKEN_STD), (made.get_output_embeddings(), OUTPUT_STD)):
         if module is not None:
             torch.nn.init.normal_(module.get_parameter("weight"), std=std)
-    return model
+    return made
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -162,48 +167,55 @@ def is_dropout(option: str) -> bool:
     return "dropout" in option or option.endswith("_pdrop")
 
 
-def folder_of(host: str) -> str | None:
-    """The directory of a checkpoint, or None for a tiny model."""
-    return host.removeprefix(CHECKPOINT) if host.startswith(CHECKPOINT) else None
+def directory_of(model: str) -> str | None:
+    """The directory of a checkpoint, or None for a model with random weights."""
+    return model.removeprefix(CHECKPOINT) if model.startswith(CHECKPOINT) else None
 
 
-def heads_of(host: str) -> tuple[str, ...]:
-    """The heads that a model supports. Raises ValueError if a checkpoint isn't an encoder or decoder language model."""
-    if (folder := folder_of(host)) is None:
-        return HOSTS[host].heads
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{folder} is no checkpoint: it is to be a local folder with a config.json")
+def config_of(model: str) -> str | None:
+    """The config file of a model, or its directory. None for other models."""
+    return model.removeprefix(CONFIG) if model.startswith(CONFIG) else None
+
+
+def heads_of(model: str) -> tuple[str, ...]:
+    """The heads that a model supports. Raises ValueError if it isn't an encoder or decoder language model."""
+    if model in MODELS:
+        return MODELS[model].heads
+    path = str(directory_of(model) or config_of(model))
+    if not (Path(path) / "config.json").is_file() and not (config_of(model) and Path(path).is_file()):
+        raise ValueError(f"{path} has no config.json. Use the directory of a model.")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is no checkpoint: {error}") from None
+        raise ValueError(f"The config of {path} can't be loaded: {error}") from None
     kind = type(config)
     decodes = getattr(config, "is_decoder", False) or kind not in HEADS[MASKED]
     own = CAUSAL if decodes else MASKED
     if config.is_encoder_decoder or kind not in HEADS[own]:
-        raise ValueError(f"{folder} is a {config.model_type}: allowed are encoders with a masked, decoders with a causal head")
+        raise ValueError(f"{path} is a model of type {config.model_type}. Use an encoder with a masked-LM head, or a decoder.")
     return (own, LABELS) if kind in HEADS[LABELS] else (own,)
 
 
-def new_weights(folder: str, head: str) -> list[str]:
+def new_weights(directory: str, head: str, classes: int = 2) -> list[str]:
     """The weights that a checkpoint lacks for a head. They are initialized at random from the seed."""
-    config = without_dropout(AutoConfig.from_pretrained(folder))
+    config = without_dropout(AutoConfig.from_pretrained(directory, num_labels=classes))
     kind = HEADS[head][type(config)]
-    return sorted(kind.from_pretrained(folder, config=config, output_loading_info=True)[1]["missing_keys"])
+    return sorted(kind.from_pretrained(directory, config=config, output_loading_info=True)[1]["missing_keys"])
 
 
-def _loaded(folder: str, head: str) -> PreTrainedModel:
-    config = without_dropout(AutoConfig.from_pretrained(folder, **({"num_labels": 2} if head == LABELS else {})))
+def _loaded(directory: str, head: str, classes: int) -> PreTrainedModel:
+    config = without_dropout(AutoConfig.from_pretrained(directory, **({"num_labels": classes} if head == LABELS else {})))
     if head == LABELS and config.pad_token_id is None:
-        tokenizer = required_tokenizer(folder)
+        tokenizer = required_tokenizer(directory)
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return HEADS[head][type(config)].from_pretrained(folder, config=config, dtype=torch.float32)
+    return HEADS[head][type(config)].from_pretrained(directory, config=config, dtype=torch.float32)
 
 
-def weights_digest(folder: str) -> str:
-    """A digest of a checkpoint's weights, config, and tokenizer."""
-    found = hashlib.sha256()
-    for file in sorted(file for end in ("safetensors", "bin", "json") for file in Path(folder).glob(f"*.{end}")):
+def files_digest(path: str) -> str:
+    """A digest of a config file, or of a directory's weights, config, and tokenizer."""
+    found, directory = hashlib.sha256(), Path(path)
+    files = [file for end in ("safetensors", "bin", "json") for file in directory.glob(f"*.{end}")] or [directory]
+    for file in sorted(files):
         with file.open("rb") as opened:
             while part := opened.read(2**20):
                 found.update(part)
@@ -222,14 +234,14 @@ def fitting(make: Callable[[], PreTrainedModel], chosen: Encoding, seed: int, to
     return model if hf_posenc.inspect(model).max_length is None else patched(make(), chosen, seed, tokens)
 
 
-def refusal(
-    host: str, sizes: Sizes | None, chosen: Encoding, head: str = CAUSAL, options: dict[str, Any] | None = None
+def why_unsupported(
+    model: str, sizes: Sizes | None, chosen: Encoding, head: str = CAUSAL, options: dict[str, Any] | None = None
 ) -> str | None:
     """The reason why a model doesn't support an encoding, or None."""
     try:
-        model = fitting(lambda: stock(host, sizes, 4, 8, 0, head, options), chosen, 0, tokens=8)
+        made = fitting(lambda: stock(model, sizes, 4, 8, 0, head, options), chosen, 0, tokens=8)
         with torch.no_grad():
-            model(input_ids=torch.arange(4)[None])
+            made(input_ids=torch.arange(4)[None])
     except (ValueError, hf_posenc.UnsupportedModelError) as error:
         return str(error)
     return None

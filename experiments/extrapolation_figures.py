@@ -1,14 +1,14 @@
 """Plot a study as curves by length, in panels by task and by mechanism of the encodings."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import hf_posenc
-from experiments.length_extrapolation.results import Results
-from experiments.length_extrapolation.study import Study
-from experiments.length_extrapolation.tasks import ALL
+from hf_posenc.plots.study_curves import LARGEST, NAMES, scale_perplexity
 from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.studies.results import Results
+from hf_posenc.studies.study import Study
+from hf_posenc.studies.tasks import TASKS
 
 FAMILIES = {
     "embed": "additive",
@@ -22,11 +22,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 BASELINE = "none"
 GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
 """The line style of the baseline."""
-CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
-"""Metrics of the curves. Beyond L, exact match is zero for most encodings, so token accuracy distinguishes more of them."""
-NAMES = {"exact": "exact match", "tokens": "token accuracy", "accuracy": "accuracy", "perplexity": "perplexity"}
-WORST, LARGEST = 4.0, 1e6
-"""Perplexities are plotted up to WORST times the minimum, or up to the largest at L. Non-finite ones count as LARGEST."""
 
 
 def family(label: str, options: dict[str, Any]) -> str:
@@ -61,8 +56,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
         for axis, name in zip(row, families, strict=True):
             draw_lines(axis, results, task, _styles([label for label in labels if of[label] == name], BASELINE in labels))
         scale(row[0], results, task, labels)
-        about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
-        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
+        about = f"{task}: {TASKS[task].unit}, L = {results.trained_length(task)}"
+        row[0].set_ylabel(f"{about}\n{NAMES.get(TASKS[task].measures[-1], 'perplexity')}", fontsize=9)
     figure.suptitle("Lines: mean over seeds; shaded: range over seeds; vertical line: training length L", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
         column[0].set_title(FAMILIES[name], fontsize=10)
@@ -85,7 +80,7 @@ def _styles(labels: list[str], baseline: bool) -> dict[str, dict[str, Any]]:
 
 def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[str, Any]]) -> None:
     """Plot a line per label: the mean over seeds, and the range over seeds as shading, except for the gray baseline."""
-    measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
+    measure, lengths = TASKS[task].measures[-1], results.lengths(task)
     for label, style in styles.items():
         means = [results.mean(task, label, length, measure) for length in lengths]
         own = style is not GREY
@@ -96,8 +91,8 @@ def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[st
             low, high = ([min(pick(mean.values), LARGEST) for mean in means] for pick in (min, max))
             axis.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
     axis.axvline(results.trained_length(task), color="#bbbbbb", linewidth=1, zorder=1)
-    if measure != "perplexity":
-        axis.axhline(ALL[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
+    if measure != "perplexity" and TASKS[task].chance is not None:
+        axis.axhline(TASKS[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.minorticks_off()
@@ -106,29 +101,11 @@ def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[st
 
 
 def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
-    """Scale a row of panels. Accuracies range from 0 to 1. Perplexities are logarithmic, up to WORST times the minimum."""
-    measure = CURVES[ALL[task].measure]
+    """Scale a row of panels. Accuracies range from 0 to 1. Perplexities are logarithmic."""
+    measure = TASKS[task].measures[-1]
     if measure != "perplexity":
         axis.set_ylim(0, 1.03)
         return
     means = [results.mean(task, label, length, measure).mean for label in labels for length in results.lengths(task)]
-    finite = [mean for mean in means if mean < LARGEST] or [1.0]
-    axis.set_yscale("log")
-    # Every line starts within the panel, but can leave it.
     trained = [results.mean(task, label, results.trained_length(task), measure).mean for label in labels]
-    most = max([WORST * min(finite), *(1.1 * mean for mean in trained if mean < LARGEST)])
-    axis.set_ylim(0.97 * min(finite), min(most, 1.1 * max(finite)))
-    axis.minorticks_off()
-    ticks = _ticks(*axis.get_ylim())
-    axis.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """At most six round numbers within an axis of perplexities."""
-    from matplotlib.ticker import MaxNLocator
-
-    rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
-    inside = [tick for tick in rounds if low <= tick <= high]
-    if len(inside) < 2:  # the axis is short
-        return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
-    return inside[:: math.ceil(len(inside) / 6)]
+    scale_perplexity(axis, means, trained)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.length_extrapolation.results import Mean, Results
+from hf_posenc.studies.results import Mean, Results
 
 EXPECTED, KAZEMNEJAD, PRESS = "expected of copy", "Kazemnejad et al. 2023", "Press et al. 2022"
 """Sources of claims. The first is a common expectation, not a paper's claim: Kazemnejad et al. find no encoding better than
@@ -75,7 +75,7 @@ def accuracy(results: Results, task: str, label: str, multiple: int, measure: st
     length = at(results, task, multiple) if task in results.tasks else None
     if length is None or not results.seeds(task, label):
         return None
-    chance = results.chance(task) if measure == "tokens" else 0.0
+    chance = (results.chance(task) or 0.0) if measure == "tokens" else 0.0
     values = {seed: results.value(task, label, seed, length, measure) for seed in results.seeds(task, label)}
     return {seed: max(0.0, value - chance) / (1 - chance) for seed, value in values.items()}
 

@@ -8,9 +8,10 @@ import hashlib
 import math
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from experiments.length_extrapolation import models, tokenised
-from experiments.length_extrapolation.models import Encoding, Sizes
-from experiments.length_extrapolation.tasks import ALL, CAUSAL, IGNORED, LABELS, Task
+from hf_posenc.studies import models, saving, tasks, texts
+from hf_posenc.studies.models import Encoding, Sizes
+from hf_posenc.studies.tasks import CAUSAL, IGNORED, LABELS, Task, aligned
 
 MULTIPLES = (1.0, 1.5, 2.0, 4.0, 8.0)
 """Test lengths as multiples of L. Encodings with a length limit get the last one as their maximum length."""
@@ -38,20 +39,26 @@ LONG = timedelta(days=30)
 class Setup:
     """The common settings of a study's runs.
 
-    sizes: sizes of a tiny model. None for a checkpoint.
-    host_options: other config options of a tiny model.
-    weights: digest of a checkpoint.
+    sizes: sizes of a tiny model, otherwise None.
+    model_options: other config options of a tiny model.
+    files: digest of a checkpoint or a config file.
+    texts: file with the texts. None: Python's help.
     """
 
-    host: str = "llama"
+    model: str = "llama"
     sizes: Sizes | None = Sizes()
     learning_rate: float = 5e-3
     weight_decay: float = 0.01
     warmup_steps: int = 30
     test_rows: int = 128
     multiples: tuple[float, ...] = MULTIPLES
-    host_options: dict[str, Any] | None = None
-    weights: str | None = None
+    model_options: dict[str, Any] | None = None
+    files: str | None = None
+    texts: str | None = None
+
+    def task(self, name: str) -> Task:
+        """A task for this model and these texts. Raises ValueError if a checkpoint's tokenizer lacks tokens for it."""
+        return texts.task(tasks.get_task(name), models.directory_of(self.model), self.texts)
 
 
 @dataclass(frozen=True)
@@ -64,19 +71,10 @@ class Training:
     digest: str = ""
 
 
-def task_of(host: str, name: str) -> Task:
-    """A task for a model: in its own tokens, or in a checkpoint's tokens. Raises ValueError if the checkpoint lacks tokens."""
-    folder = models.folder_of(host)
-    return ALL[name] if folder is None else tokenised.task(name, folder)
-
-
-def training_of(
-    task: str, length: int | None = None, steps: int | None = None, batch_size: int | None = None, host: str = "llama"
-) -> Training:
+def training_of(task: Task, length: int | None = None, steps: int | None = None, batch_size: int | None = None) -> Training:
     """The training settings of a task. Arguments override its defaults."""
-    own = task_of(host, task)
-    chosen = Training(length or own.length, own.steps if steps is None else steps, batch_size or own.batch_size)
-    return replace(chosen, digest=own.digest())
+    steps = task.steps if steps is None else steps
+    return Training(length or task.length, steps, batch_size or task.batch_size, task.digest())
 
 
 def test_lengths(training: Training, multiples: tuple[float, ...]) -> list[int]:
@@ -93,34 +91,42 @@ def process_state() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available(), timeout=LONG)
 
 
-def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: int) -> dict[str, Any]:
-    """Train and test one model. The record contains the scores by test length (see `measured`)."""
-    started, kind = time.process_time(), task_of(setup.host, task)
+def run(
+    setup: Setup, training: Training, name: str, encoding: Encoding, seed: int, save_to: Path | None = None
+) -> dict[str, Any]:
+    """Train and test one model. The record contains the scores by test length (see `measured`).
+
+    save_to: directory for the trained model, with the tokenizer of a checkpoint.
+    """
+    started, task = time.process_time(), setup.task(name)
     lengths = test_lengths(training, setup.multiples)
     digests = {}
 
-    def host() -> PreTrainedModel:
-        own = kind.vocabulary, kind.tokens(training.length), seed, kind.head, setup.host_options
-        made = models.stock(setup.host, setup.sizes, *own)
-        digests["host"] = digest(*made.state_dict().values())
+    def original() -> PreTrainedModel:
+        own = task.vocabulary, task.tokens(training.length), seed, task.head, setup.model_options, task.classes
+        made = models.stock(setup.model, setup.sizes, *own)
+        digests["model"] = digest(*made.state_dict().values())
         return made
 
-    model = models.fitting(host, encoding, seed, kind.tokens(max(lengths))).to(process_state().device)
-    losses, digests["train"] = trained(model, setup, training, kind, stream_seed(task, seed))
-    rows = {length: kind.test(length, setup.test_rows) for length in lengths}
+    model = models.fitting(original, encoding, seed, task.tokens(max(lengths))).to(process_state().device)
+    losses, digests["train"] = trained(model, setup, training, task, stream_seed(name, seed))
+    rows = {length: task.test(length, setup.test_rows) for length in lengths}
     digests["test"] = digest(*(each for pair in rows.values() for each in pair))
-    return {
-        "task": task,
+    record = {
+        "task": name,
         "encoding": encoding.label,
         "seed": seed,
         "max_length": hf_posenc.inspect(model).max_length,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "losses": losses,
-        "scores": {str(length): measured(model, *of, kind.head) for length, of in rows.items()},
+        "scores": {str(length): measured(model, *of, task) for length, of in rows.items()},
         "digests": digests,
         "device": model.device.type,
         "cpu_seconds": round(time.process_time() - started, 1),
     }
+    if save_to:
+        saving.save_trained(model, setup.model, task, save_to)
+    return record
 
 
 def digest(*tensors: Tensor) -> str:
@@ -167,11 +173,6 @@ def trained(model: PreTrainedModel, setup: Setup, training: Training, task: Task
     return kept, seen.hexdigest()[:16]
 
 
-def aligned(labels: Tensor, head: str) -> Tensor:
-    """The labels that logits predict, `[B, P]`: all tokens but the first, all tokens, or one label per example."""
-    return labels[:, 1:] if head == CAUSAL else labels[:, None] if head == LABELS else labels
-
-
 def logits_of(model: PreTrainedModel, input_ids: Tensor, head: str) -> Tensor:
     """The logits for `aligned` labels, `[B, P, V]`."""
     if head == CAUSAL:
@@ -190,26 +191,31 @@ def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> dict[str, float | None]:
+def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, task: Task) -> dict[str, float | None]:
     """The scores of the answers. A decoder predicts each token from the correct tokens before it. NaN logits count as wrong.
 
-    exact: share of examples whose answer has no wrong token. Greedy decoding would get the same answers right.
-    tokens: token accuracy. loss: in nats per token, or None if it isn't finite.
+    exact: share of rows whose answer has no wrong token. Greedy decoding would get the same answers right.
+    tokens: token accuracy. loss: in nats per token, or None if it isn't finite. A custom metric has its own name.
     """
     model.eval()
     size = max(1, TEST_TOKENS // input_ids.shape[1])
-    right, losses = [], []
+    right, losses, scores = [], [], []
     for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
-        logits = logits_of(model, rows.to(process_state().device), head).cpu()
-        wanted = aligned(answers, head)
+        logits = logits_of(model, rows.to(process_state().device), task.head).cpu()
+        wanted, predictions = aligned(answers, task.head), logits.argmax(-1)
         # argmax returns the first NaN, which may be the correct token.
-        right.append((logits.argmax(-1) == wanted) & ~logits.isnan().any(-1))
+        right.append((predictions == wanted) & ~logits.isnan().any(-1))
         losses.append(negative_log_likelihood(logits, wanted))
-    scored, found, loss = aligned(labels, head) != IGNORED, torch.cat(right), torch.cat(losses)
+        if callable(task.metric):
+            scores.append(task.metric(predictions, wanted))
+            tasks.check_scores("The test rows", task, scores[-1], len(wanted))
+    scored, found, loss = aligned(labels, task.head) != IGNORED, torch.cat(right), torch.cat(losses)
+    own = {task.measures[0]: torch.cat(scores).double().mean().item()} if scores else {}
     return {
         "exact": (found | ~scored).all(1).double().mean().item(),
         "tokens": found[scored].double().mean().item(),
         "loss": finite(loss[scored].double().mean().item()),
+        **own,
     }
 
 

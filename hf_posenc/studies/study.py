@@ -6,6 +6,7 @@ Runs are distributed over the processes of `carry_out` or of Accelerate's launch
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,13 +18,20 @@ import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
-from experiments.length_extrapolation import models
-from experiments.length_extrapolation.models import Encoding
-from experiments.length_extrapolation.runs import Setup, Training, process_state, run, task_of
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
+from hf_posenc.studies import models, tasks
+from hf_posenc.studies.models import Encoding
+from hf_posenc.studies.results import descending_score
+from hf_posenc.studies.runs import Setup, Training, process_state, run
 
 RUNS = "runs"
+KEEP = {
+    "best": "the model of the seed with the best score at the longest test length, for each task and encoding",
+    "last": "the model of the last seed, for each task and encoding, whatever its score",
+    "all": "the models of all runs",
+}
+"""Values of --keep -> models that are saved."""
 Record = dict[str, Any]
 
 
@@ -32,16 +40,18 @@ class Study:
     """The runs of one model.
 
     trainings: task -> training settings.
-    `refused`: label -> reason for each encoding that the model doesn't support.
+    unsupported: label -> reason for each encoding that the model doesn't support.
     label: the model's label, if a command has several models.
+    keep: one of KEEP, or None to save no models.
     """
 
     setup: Setup
     trainings: dict[str, Training]
     encodings: tuple[Encoding, ...]
-    refused: dict[str, str]
+    unsupported: dict[str, str]
     seeds: tuple[int, ...]
     label: str = ""
+    keep: str | None = None
 
     def runs(self) -> list[tuple[str, Encoding, int]]:
         """All runs, seed by seed, so that an unfinished study has results for all tasks and encodings."""
@@ -52,56 +62,78 @@ class Study:
         settings = asdict(self.setup)
         settings |= settings.pop("sizes") or {}
         if task in self.trainings:
-            settings |= asdict(self.trainings[task])
+            settings |= asdict(self.trainings[task]) | tasks.version(task)
         for each in self.encodings:
             if each.label == label:
-                settings |= {"options": each.options, **models.own_code(each)}
+                settings |= {"options": each.options, **models.version(each)}
         return json.loads(json.dumps(settings))  # as read from a file
 
 
 def planned(
-    setup: Setup, trainings: dict[str, Training], encodings: Sequence[Encoding], seeds: Sequence[int], label: str = ""
+    setup: Setup,
+    trainings: dict[str, Training],
+    encodings: Sequence[Encoding],
+    seeds: Sequence[int],
+    label: str = "",
+    keep: str | None = None,
 ) -> Study:
     """The study of the encodings that the model supports."""
-    head = task_of(setup.host, next(iter(trainings))).head
-    reasons = {each.label: models.refusal(setup.host, setup.sizes, each, head, setup.host_options) for each in encodings}
-    taken = tuple(each for each in encodings if reasons[each.label] is None)
-    refused = {label: reason for label, reason in reasons.items() if reason is not None}
-    return Study(setup, trainings, taken, refused, tuple(seeds), label)
+    head = tasks.get_task(next(iter(trainings))).head
+    reasons = {
+        each.label: models.why_unsupported(setup.model, setup.sizes, each, head, setup.model_options) for each in encodings
+    }
+    supported = tuple(each for each in encodings if reasons[each.label] is None)
+    unsupported = {label: reason for label, reason in reasons.items() if reason is not None}
+    return Study(setup, trainings, supported, unsupported, tuple(seeds), label, keep)
 
 
-def file_of(folder: Path, task: str, encoding: Encoding, seed: int) -> Path:
-    return folder / RUNS / f"{task}-{encoding.file_name}-{seed}.json"
+def file_of(directory: Path, task: str, encoding: Encoding, seed: int) -> Path:
+    return directory / RUNS / f"{task}-{encoding.file_name}-{seed}.json"
 
 
-def finished(folder: Path, study: Study) -> dict[tuple[str, str, int], Record]:
+def model_of(directory: Path, task: str, encoding: Encoding, seed: int) -> Path:
+    """The directory of a run's saved model, next to its record."""
+    return file_of(directory, task, encoding, seed).with_suffix("")
+
+
+def finished(directory: Path, study: Study) -> dict[tuple[str, str, int], Record]:
     """The finished runs of a study in its directory, by task, label, and seed.
 
     Raises SystemExit if a run in the directory has other settings.
     """
     planned, found = {(task, each.label, seed) for task, each, seed in study.runs()}, {}
-    for file in sorted((folder / RUNS).glob("*.json")):
+    for file in sorted((directory / RUNS).glob("*.json")):
         try:
             record = records.read(file)
             key, before = (record["task"], record["encoding"], record["seed"]), record["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{file} is no record of a run ({error!r}): remove it, or give another --output_dir") from None
+            raise SystemExit(
+                f"{file} is not the record of a run ({error!r}). Remove it, or choose another --output_dir."
+            ) from None
         now = study.settings(*key[:2])
         if differing := [name for name in now if before.get(name) != now[name]]:
-            name, *others = differing
-            also = f" ({', '.join(others)} {'differs' if len(others) == 1 else 'differ'}, too)" if others else ""
-            raise SystemExit(
-                f"{file} was made with {name}={before.get(name)!r}, and now it is {now[name]!r}{also}: a study has one "
-                f"setting; give {' and '.join(differing)} as before, or another --output_dir"
-            )
+            raise SystemExit(f"{file} {_difference(differing, before, now)}")
         if key in planned:
             found[key] = record
     return found
 
 
-def records_of(folder: Path, study: Study) -> list[Record]:
+def _difference(differing: list[str], before: Record, now: Record) -> str:
+    """What is different in the settings of a finished run, and the remedy."""
+    name, *others = differing
+    also = f" ({', '.join(others)} {'differs' if len(others) == 1 else 'differ'}, too)" if others else ""
+    if name.startswith(("task ", "encoding ")):
+        what = f"was created with another version of the {name}{also}. Its code or its rows have changed"
+        return f"{what}: restore it, or choose another --output_dir."
+    return (
+        f"was created with {name}={before.get(name)!r}, and now it is {now[name]!r}{also}. All runs of a study have the same "
+        f"settings: restore {' and '.join(differing)}, or choose another --output_dir."
+    )
+
+
+def records_of(directory: Path, study: Study) -> list[Record]:
     """The finished runs of a study, in the order of `Study.runs`."""
-    done = finished(folder, study)
+    done = finished(directory, study)
     return [done[key] for key in ((task, each.label, seed) for task, each, seed in study.runs()) if key in done]
 
 
@@ -115,6 +147,30 @@ Planned = tuple[Path, str, Encoding, int]
 """A run: the directory of its study, task, encoding, and seed."""
 
 
+def kept(study: Study, done: Mapping[tuple[str, str, int], Record], task: str, label: str) -> list[int]:
+    """The seeds whose models are saved, for a task and an encoding. With "best", all seeds as long as one isn't finished."""
+    if study.keep == "last":
+        return [study.seeds[-1]]
+    finished = [done[task, label, seed] for seed in study.seeds if (task, label, seed) in done]
+    if study.keep == "best" and len(finished) == len(study.seeds):
+        return [min(finished, key=descending_score)["seed"]]
+    return [*study.seeds] if study.keep else []
+
+
+def prune(directory: Path, study: Study) -> dict[Path, Record]:
+    """Remove saved models that aren't the best ones. Returns the directories of the others, with their records."""
+    done, found = finished(directory, study), {}
+    for task, each, seed in study.runs():
+        path = model_of(directory, task, each, seed)
+        if not path.is_dir():
+            continue
+        if study.keep == "best" and seed not in kept(study, done, task, each.label):
+            shutil.rmtree(path)
+        elif (task, each.label, seed) in done:
+            found[path] = done[task, each.label, seed]
+    return found
+
+
 def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
     """Execute the unfinished runs of studies by directory. Returns the reasons of failed runs, which are retried next time.
 
@@ -122,10 +178,12 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     """
     state = process_state()
     if processes > 1 and state.num_processes > 1:
-        raise SystemExit(f"--processes {processes}: Accelerate's launcher has started {state.num_processes} already")
-    done = {folder: finished(folder, study) for folder, study in studies.items()}
-    every = [(folder, *run) for folder, study in studies.items() for run in study.runs()]
-    missing = [each for each in every if (each[1], each[2].label, each[3]) not in done[each[0]]]
+        raise SystemExit(
+            f"--processes {processes}: Accelerate's launcher has started {state.num_processes} already. Omit --processes."
+        )
+    done = {directory: finished(directory, study) for directory, study in studies.items()}
+    every = [(directory, *run) for directory, study in studies.items() for run in study.runs()]
+    missing = [each for each in every if _is_missing(each, studies[each[0]], done[each[0]])]
     missing.sort(key=lambda each: studies[each[0]].seeds.index(each[3]))
     state.wait_for_everyone()  # until all have read the directories and have the same list
     # Adjacent runs take similar times, so each process gets its share of slow ones.
@@ -135,25 +193,35 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     bar = ProgressBar(total=start + len(mine), initial=start, desc="runs", unit="run", disable=not state.is_main_process)
     with bar:
         for planned, outcome in _outcomes(studies, mine, processes, modules):
-            folder, task, each, seed = planned
-            study = studies[folder]
+            directory, task, each, seed = planned
+            study = studies[directory]
             name = ", ".join(filter(None, (study.label, task, each.label, f"seed {seed}")))
             if isinstance(outcome, str):
                 failed[name] = outcome
             else:
                 settings = study.settings(task, each.label)
-                write(file_of(folder, task, each, seed), {**outcome, "settings": settings, "torch": torch.__version__})
+                write(file_of(directory, task, each, seed), {**outcome, "settings": settings, "torch": torch.__version__})
             bar.set_postfix_str(name)
             bar.update()
     return dict(gather_object(list(failed.items())))
+
+
+def _is_missing(planned: Planned, study: Study, done: Mapping[tuple[str, str, int], Record]) -> bool:
+    """Whether a run isn't finished, or lacks the model that the study saves."""
+    _, task, each, seed = planned
+    if (task, each.label, seed) not in done:
+        return True
+    return seed in kept(study, done, task, each.label) and not model_of(*planned).is_dir()
 
 
 def _outcomes(
     studies: Mapping[Path, Study], missing: list[Planned], processes: int, modules: tuple[str, ...]
 ) -> Iterator[tuple[Planned, Record | str]]:
     def arguments(planned: Planned) -> tuple[Any, ...]:
-        folder, task, each, seed = planned
-        return studies[folder].setup, studies[folder].trainings[task], task, each, seed
+        directory, task, each, seed = planned
+        study = studies[directory]
+        saved = study.keep in ("best", "all") or (study.keep == "last" and seed == study.seeds[-1])
+        return study.setup, study.trainings[task], task, each, seed, model_of(*planned) if saved else None
 
     if processes == 1 or len(missing) < 2:
         torch.set_num_threads(1)
@@ -169,12 +237,12 @@ def _outcomes(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool:
-            raise SystemExit("a process died (too little memory?): finished runs are kept, the same command goes on") from None
+            raise SystemExit("A process died, possibly for lack of memory. Run the same command again to resume.") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def begin(modules: tuple[str, ...], begun: Any = None) -> None:
+def begin(modules: tuple[str, ...] = (), begun: Any = None) -> None:
     """Set up a process: one thread, custom encodings, and one of the GPUs in turn, if there are any.
 
     begun: a shared count of the pool's processes that have started.
@@ -204,11 +272,11 @@ def attempt(*arguments: Any) -> Record | str:
         return f"{type(error).__name__}: {error}"[:300]
 
 
-def told(failed: Mapping[str, str]) -> list[str]:
+def failures(failed: Mapping[str, str]) -> list[str]:
     return [f"{name}: {why}" for name, why in failed.items()]
 
 
 def stop_for(failed: Mapping[str, str]) -> None:
     """Raises SystemExit if any run failed."""
     if failed:
-        raise SystemExit("\n".join(["These runs failed, and are tried again next time:", *told(failed)]))
+        raise SystemExit("\n".join(["These runs failed. The same command tries them again:", *failures(failed)]))

@@ -5,38 +5,23 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.length_extrapolation import verdict
-from experiments.length_extrapolation.results import Results
-from experiments.length_extrapolation.study import Study
-from experiments.length_extrapolation.tasks import ALL
-from experiments.length_extrapolation.verdict import Finding
+from experiments import extrapolation_verdict as verdict
+from experiments.extrapolation_verdict import Finding
 from hf_posenc.evaluation import records
+from hf_posenc.studies.record import Part, runs_of
+from hf_posenc.studies.results import Results
+from hf_posenc.studies.tables import ENDS
+from hf_posenc.studies.tasks import EXACT_MATCH, TASKS
 
-ENDS = "†"
-"""Marks encodings with a maximum length, which was set to the longest test length."""
-MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
+UNITS = {"lm": "bytes"}
+"""Task -> its unit, if the texts determine it."""
 MARKERS = "<!-- tables by experiments/extrapolation.py: begin -->", "<!-- tables by experiments/extrapolation.py: end -->"
 ON_PAGES = {"exact match": (2,), "accuracy": (2,), "perplexity": (1, 8)}
 """Metric -> lengths shown on the page, as multiples of L."""
-NAMES = {
-    "exact": "exact match of the whole answer",
-    "tokens": "token accuracy of the answer",
-    "accuracy": "accuracy",
-    "perplexity": "perplexity",
-}
-
-
-def diverged_mark(results: Results, task: str, label: str) -> str:
-    count = results.diverged(task, label)
-    return f" ({count} {'run' if count == 1 else 'runs'} diverged)" if count else ""
-
-
-def shown_range(counts: set[int]) -> str:
-    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
 def exact_tasks(results: Results) -> list[str]:
-    return [task for task in results.tasks if ALL[task].measure == "exact match"]
+    return [task for task in results.tasks if TASKS[task].metric == EXACT_MATCH]
 
 
 def learned_table(results: Results) -> Table:
@@ -52,22 +37,13 @@ def verdict_table(found: list[Finding]) -> Table:
     table = Table("claim", "answer", "figures", title=verdict.summary(found), show_lines=True)
     for each in (each for each in found if each.answer != verdict.MISSING):
         table.add_row(f"{each.claim}\n({each.source})", each.answer, each.figures)
-    table.caption = "; ".join(f"{answer}: {did_you_mean}" for answer, did_you_mean in verdict.ANSWERS.items())
+    table.caption = "; ".join(f"{answer}: {meaning}" for answer, meaning in verdict.ANSWERS.items())
     return table
 
 
-def as_record(study: Study, results: Results, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
+def as_record(part: Part, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
     """All settings and results. Scores are lists over seeds."""
-    return {
-        **record_of(study, results),
-        "failed": failed,
-        "verdict": verdict.as_record(found),
-        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
-    }
-
-
-def record_of(study: Study, results: Results) -> dict[str, Any]:
-    """The settings and scores of a model."""
+    study, results = part.study, part.results
     scores = {
         task: {
             label: {
@@ -75,9 +51,7 @@ def record_of(study: Study, results: Results) -> dict[str, Any]:
                 "max_length": results.ends(task, label),
                 "parameters": results.records[task, label, results.seeds(task, label)[0]]["parameters"],
                 "by_length": {
-                    str(length): {
-                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[ALL[task].measure]
-                    }
+                    str(length): {measure: _rounded(results, task, label, length, measure) for measure in TASKS[task].measures}
                     for length in results.lengths(task)
                 },
             }
@@ -85,14 +59,16 @@ def record_of(study: Study, results: Results) -> dict[str, Any]:
         }
         for task in results.tasks
     }
-    seconds = [record["cpu_seconds"] for record in results.records.values()]
     return {
         "setup": study.setup,
         "trainings": study.trainings,
         "encodings": {each.label: each.options for each in study.encodings},
-        "refused": study.refused,
-        "runs": {"planned": len(study.runs()), "finished": len(results.records), "cpu_seconds": round(sum(seconds))},
+        "unsupported": study.unsupported,
+        "runs": runs_of(part),
         "scores": scores,
+        "failed": failed,
+        "verdict": verdict.as_record(found),
+        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
     }
 
 
@@ -111,14 +87,14 @@ def write_tables(page: Path, record: dict[str, Any]) -> None:
 def as_markdown(record: dict[str, Any]) -> str:
     """The means of a study by encoding, and the number of papers' claims that it reproduces."""
     tasks = list(record["scores"])
-    columns = [(task, multiple) for task in tasks for multiple in ON_PAGES[ALL[task].measure]]
+    columns = [(task, multiple) for task in tasks for multiple in ON_PAGES[str(TASKS[task].metric)]]
     headings = [f"{task}, {'L' if multiple == 1 else f'{multiple} L'}" for task, multiple in columns]
     lines = [_how(record), "", f"| encoding | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
     for label in record["encodings"]:
         cells = [_on_page(record, task, multiple, record["scores"][task].get(label)) for task, multiple in columns]
         ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
         lines.append(f"| `{label}`{' ' + ENDS if ends else ''} | {' | '.join(cells)} |")
-    unsupported = ", ".join(f"`{label}`" for label in record["refused"])
+    unsupported = ", ".join(f"`{label}`" for label in record["unsupported"])
     lines += [
         "",
         f"{ENDS} has a maximum length, set to the longest test length."
@@ -129,18 +105,18 @@ def as_markdown(record: dict[str, Any]) -> str:
 
 def _how(record: dict[str, Any]) -> str:
     """A sentence on how the models of a study were trained."""
-    host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
+    name, sizes, runs = record["setup"]["model"], record["setup"]["sizes"], record["runs"]
     trained = "; ".join(
-        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {ALL[task].unit}"
+        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {UNITS.get(task, TASKS[task].unit)}"
         for task, of in record["trainings"].items()
     )
     model = f"{sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, {sizes['num_attention_heads']} heads"
     part = "" if runs["finished"] == runs["planned"] else f" of {runs['planned']}"
-    return f"{runs['finished']}{part} runs, {runs['cpu_seconds'] / 60:.0f} minutes of one core; {host}, {model}; {trained}."
+    return f"{runs['finished']}{part} runs, {runs['cpu_seconds'] / 60:.0f} minutes of one core; {name}, {model}; {trained}."
 
 
 def _on_page(record: dict[str, Any], task: str, multiple: int, found: dict[str, Any] | None) -> str:
     values = found["by_length"].get(str(multiple * record["trainings"][task]["length"])) if found else None
-    measure = MEASURES[ALL[task].measure][-1]
+    measure = TASKS[task].measures[-1]
     mean = values[measure]["mean"] if values else None
     return "–" if mean is None else f"{mean:.1f}" if measure == "perplexity" else f"{mean:.2f}"
