@@ -19,7 +19,7 @@ def compare(
     """Compare encodings in a controlled study: equal models, data, and order of data, by seed.
 
     Example:
-    [bold]hf-posenc compare --models bert --tasks classification --encodings none rope --steps 20 --seeds 0 --output_dir study[/]
+    [bold]hf-posenc compare --tasks classification --encodings none rope --steps 20 --seeds 0 --output_dir study[/]
     """
     from hf_posenc._versions import install
 
