@@ -14,6 +14,7 @@ from hf_posenc.cli import ModelCommand, app
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def compare(
+    context: typer.Context,
     options: Annotated[list[str] | None, typer.Argument(help="Flags of a study, or a YAML file with them.")] = None,
 ) -> None:
     """Compare encodings in a controlled study: equal models, data, and order of data, by seed.
@@ -29,4 +30,8 @@ def compare(
     except ImportError as error:
         raise ImportError(f"Studies need more packages ({error}). Run: {install('all')}") from None
     study.quiet()
-    main(options or [])
+    given = options or []
+    modules = context.parent.params.get("modules") if context.parent else None
+    if modules and "--import" not in given:  # `hf-posenc --import MODULE compare`: parallel processes import it, too
+        given = [*given, "--import", *modules]
+    main(given)
