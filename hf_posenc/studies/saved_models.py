@@ -51,7 +51,8 @@ def _evaluation(record: Mapping[str, Any], part: Part, label: str, run: Mapping[
     ]
     training = part.study.trainings[name]
     notes = [f"Trained at lengths up to {training.length} {task.unit}, with seed {run['seed']}."]
-    if part.study.keep == "best":
+    best = study.kept(part.study, part.results.records, name, run["encoding"])
+    if part.study.keep == "best" and run["seed"] in best:
         notes.append("Of all seeds, it has the best score at the longest test length.")
     notes.append("Scores of other models are means over seeds. All had the same initial weights and data within a seed.")
     return {
