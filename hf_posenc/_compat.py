@@ -111,7 +111,7 @@ def _is_from_gguf(quantization: Any) -> bool:
 
 
 QUANTIZED = "is_quantized"
-"""The attribute of a model by which Transformers refuses to cast it."""
+"""The attribute of a model for which Transformers raises an error when it is cast."""
 
 
 def has_adapters(model: Any) -> bool:

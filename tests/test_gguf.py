@@ -86,7 +86,7 @@ def test_patch_and_reload_in_a_new_process(model, tmp_path):
     hf_posenc.unpatch(patched).save_pretrained(tmp_path / "unpatched")
     assert "quantization_config" not in (tmp_path / "unpatched" / "config.json").read_text()
     reload(tmp_path / "kept")
-    patched.half()  # which Transformers refuses for models that it calls quantized
+    patched.half()  # Transformers raises an error if it calls a model quantized.
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.configuration import LENGTH_FIELD, ROPE
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import Geometry, encoding_class, quoted
@@ -15,8 +15,6 @@ from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extend
 from hf_posenc.encodings.table_interpolation import DYNAMIC, GROUPED, WINDOWS
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
-ROPE = "rope_parameters"
-"""The config field of rotary positions. It contains the parameters of one rule, or one rule for each layer type."""
 NEARBY = ("sliding", "chunked")
 """Prefixes of layer types with local attention, which don't need longer positions."""
 ROTARY = (*EXTENDING, GROUPED)

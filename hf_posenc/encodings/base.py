@@ -30,6 +30,7 @@ RESERVED = {
     "layers",
     "host",
     "original",
+    "replaced",
     "inject",
     "where",
     "keep_original",

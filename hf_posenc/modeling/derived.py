@@ -45,6 +45,10 @@ class PosEncConfigMixin(EncodingConfigMixin):
         position_encoding: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
+        given = dict(vars(self))
+        for name, value in specs.put_back(given).items():
+            if value is not given.get(name):
+                setattr(self, name, value)
         super().__post_init__(**kwargs)
         if self.position_encoding is not None:
             specs.write(self, specs.PositionSpec.parse(self.position_encoding))
@@ -71,6 +75,14 @@ class PosEncConfigMixin(EncodingConfigMixin):
             specs.make_stock(stock)
             written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
         return written
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        written = super().to_diff_dict()
+        return written if self.position_encoding is None or self._not_saved() else specs.set_aside(self, written)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(specs.put_back(config_dict), **kwargs)
 
     @classmethod
     def _from_code(cls, encoding: Any) -> dict[str, Any]:
