@@ -11,6 +11,8 @@ from tqdm.auto import tqdm
 
 SECONDS = 30.0
 """The shortest time between two lines of progress bars without a terminal."""
+DELAY = 2.0
+"""The time in seconds after which the bar of a short step appears."""
 INTERVAL = "TQDM_MININTERVAL"
 """The environment variable of tqdm for this time. If it is set, all bars are as tqdm makes them."""
 

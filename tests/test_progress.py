@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from tqdm.auto import tqdm
 
 from conftest import said_by_python
 from hf_posenc import progress
-from models import stock
+from hf_posenc.encodings import encoding_class
+from hf_posenc.serialization import remote_code
+from models import patched, stock
 
 TRAIN = """
 import runpy, sys
@@ -88,3 +91,50 @@ def test_bars_as_tqdm_makes_them(log, monkeypatch, where):
     ours = log.steps(progress.ProgressBar, progress.ProgressBar).count("\r")
     assert vars(std.tqdm)["__init__"] is before
     assert 30 < ours == log.steps(tqdm, tqdm).count("\r") - ours
+
+
+SLOW = """if True:
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    import hf_posenc, slow_encoding
+    from tqdm import std
+    from hf_posenc import progress
+    from hf_posenc.serialization import import_check, remote_code
+    from models import stock
+    model = hf_posenc.patch(stock("bert"), "slow")
+    if sys.argv[2] == "slow":
+        progress._Lines.due, read, passed = 0.0, remote_code.parsed, []
+        remote_code.parsed = lambda source: passed.append(10.0) or read(source)  # each file takes 10 seconds
+        import_check.check_imports = lambda file: passed.append(40.0) or []
+        std.time = time.monotonic = lambda: sum(passed)
+    print("begin", file=sys.stderr)
+    model.save_pretrained(Path(sys.argv[1]) / "model")
+"""
+ENCODING = """from hf_posenc import PositionEncoding
+
+class Slow(PositionEncoding, type="slow"):
+    def distance_bias(self, distance):
+        return -distance.abs()[None].float()
+"""
+
+
+@pytest.mark.parametrize("speed", ["slow", "fast"])
+def test_saving_an_own_encoding(speed, tmp_path):
+    """It reports the files that it reads and imports, if that takes long."""
+    (tmp_path / "slow_encoding.py").write_text(ENCODING)
+    _, errors = said_by_python(SLOW, tmp_path, speed)
+    lines = [line for line in errors.partition("begin")[2].splitlines() if re.search("files|file/s|s/file", line)]
+    assert bool(lines) == (speed == "slow"), errors
+    if lines:
+        assert lines[0].startswith("reading the code to save") and lines[-1].startswith("importing the copied encodings: ")
+
+
+def test_each_file_is_parsed_once(monkeypatch):
+    """Parsing and searching the files took most of the time of saving a model."""
+    parsed, read = [], remote_code.parsed
+    monkeypatch.setattr(remote_code, "parsed", lambda source: parsed.append(source) or read(source))
+    for cached in (remote_code._imports, remote_code._import_nodes):
+        cached.cache_clear()
+    files = remote_code.files("hf_posenc.modeling.derived", [(encoding_class("alibi"), {})], patched("bert", "alibi").config)
+    assert 10 < len(parsed) == len({*parsed}) < len(files)

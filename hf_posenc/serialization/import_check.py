@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.dynamic_module_utils import check_imports
 
 from hf_posenc.encodings.determinism import comparable
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.user_code import UserCode, flat
 
 BASE = flat("hf_posenc.encodings.base")
@@ -69,7 +70,8 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
             for name in users:  # Transformers also finds imports in strings.
                 if missing := {f"{each}.py" for each in check_imports(Path(folder, f"{name}.py"))} - {*dict(files)}:
                     return f"Transformers would look for {', '.join(sorted(missing))} in the same directory."
-            modules = {name: importlib.import_module(f"{package.__name__}.{name}") for name in users}
+            bar = ProgressBar(users, desc="importing the copied encodings", unit="file", leave=False)
+            modules = {name: importlib.import_module(f"{package.__name__}.{name}") for name in bar}
             base = sys.modules[f"{package.__name__}.{BASE}"]
             for each in json.loads(encodings):
                 if each["type"] not in base.PositionEncoding.registered:

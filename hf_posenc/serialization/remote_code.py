@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ import torch
 from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
+from hf_posenc.progress import DELAY, ProgressBar
 from hf_posenc.serialization.copies import ENTRY
 from hf_posenc.serialization.import_check import refusal
 from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
@@ -49,8 +50,10 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
         ours.append(f"{PACKAGE}.encodings.composition")
     ours += _backends(encodings, config)
     carried: dict[str, str] = {}
-    for module in (f"{PACKAGE}._versions", root, *_planned(config), *ours, *sorted(code.ours)):
-        _carry(module, code.ours, carried)
+    roots = (f"{PACKAGE}._versions", root, *_planned(config), *ours, *sorted(code.ours))
+    added = (each for module in roots for each in _carry(module, code.ours, carried))
+    for _ in ProgressBar(added, desc="reading the code to save", unit=" files", delay=DELAY, leave=False):
+        pass
     found = {flat(module): _linked(source, carried) for module, source in carried.items()}
     version = sys.modules[PACKAGE].__version__
     header = (
@@ -143,10 +146,11 @@ def without_code(message: str) -> dict[str, str]:
     return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
 
 
-def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
+def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> Iterator[str]:
     """Adds the source of an hf-posenc module, and of the modules that it imports at its top level, to `carried`.
 
-    A package is replaced by a module. `wanted` are the modules of a package that users' files access through it.
+    It yields the name of each module that it adds. A package is replaced by a module. `wanted` are the modules of a package
+    that users' files access through it.
     """
     if module in carried:
         return
@@ -156,8 +160,9 @@ def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
     else:
         carried[module] = Path(code.__file__ or "").read_text(encoding="utf-8")
         imported = [owner for _, owners in _imports(carried[module], within=False) for _, owner in owners]
+    yield module
     for each in imported:
-        _carry(each, wanted, carried)
+        yield from _carry(each, wanted, carried)
 
 
 def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
@@ -187,12 +192,26 @@ Statement = tuple[ast.ImportFrom, list[tuple[ast.alias, str]]]
 @functools.cache
 def _imports(source: str, within: bool) -> list[Statement]:
     """The imports of hf-posenc modules in a source, either at its top level or within functions, which run later."""
-    tree = parsed(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inner = {id(node) for function in functions for node in ast.walk(function)}
-    inner |= {id(node) for each in tree.body if _is_for_checkers(each) for node in ast.walk(each)}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_ours(node.module or "")]
-    return [(node, [(alias, _owner(node, alias)) for alias in node.names]) for node in nodes if (id(node) in inner) == within]
+    found = (node for node, inner in _import_nodes(source) if inner == within)
+    return [(node, [(alias, _owner(node, alias)) for alias in node.names]) for node in found]
+
+
+@functools.cache
+def _import_nodes(source: str) -> list[tuple[ast.ImportFrom, bool]]:
+    """Each import of hf-posenc modules, and whether it is within a function. Only statements are searched, for speed."""
+    found = list[tuple[ast.ImportFrom, bool]]()
+
+    def search(parent: ast.AST, within: bool) -> None:
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            for node in getattr(parent, part, ()):
+                if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+                    found.append((node, within))
+                elif not isinstance(node, ast.expr):
+                    function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                    search(node, within or function or (isinstance(parent, ast.Module) and _is_for_checkers(node)))
+
+    search(parsed(source), False)
+    return found
 
 
 def _is_for_checkers(statement: ast.stmt) -> bool:
