@@ -39,7 +39,7 @@ import hf_posenc
 from experiments.data import pages
 from experiments.drope import load_original, rotated_features
 from hf_posenc.diagnostics.figures import SMALL, Sheet
-from hf_posenc.evaluation import metrics, passkeys, records, terminals
+from hf_posenc.evaluation import metrics, passkeys, perplexity, records, terminals
 from hf_posenc.serialization.atomic import write_text
 
 ORIGINAL, WINDOWS = "stock", "stock, windows"
@@ -64,7 +64,7 @@ BIN, BINS = 1024, 4
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 """The argument of models for a cache, which Transformers 5.24 renamed."""
 CHUNK = 512
-"""Tokens that `grouped` reads at once beyond the maximum length of the original, and positions of a chunk of logits."""
+"""Tokens that `grouped` reads at once beyond the original's maximum length, and positions of a chunk of logits."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -127,29 +127,28 @@ def hidden_states(model: Any, ids: Tensor, trained: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-@torch.no_grad()
 def token_losses(model: Any, ids: Tensor, trained: int) -> Tensor:
     """Negative log-likelihoods, in nats, of tokens 1 … L - 1 of `[L]`."""
-    states = hidden_states(model, ids[None], trained)[0, :-1]
-    chunks = zip(states.split(CHUNK), ids[1:].split(CHUNK), strict=True)
-    head = model.get_output_embeddings()
-    return torch.cat([torch.nn.functional.cross_entropy(head(each).float(), right, reduction="none") for each, right in chunks])
+    return perplexity.of_states(model.get_output_embeddings(), hidden_states(model, ids[None], trained)[0, :-1], ids[1:])
 
 
 def windowed_losses(model: Any, ids: Tensor, window: int) -> Tensor:
     """The same from windows that overlap by half, whose second half counts."""
-    half = window // 2
-    later = [
-        token_losses(model, ids[start : start + window], window)[half - 1 :] for start in range(half, len(ids) - half, half)
-    ]
-    return torch.cat([token_losses(model, ids[:window], window), *later])
+
+    def of_rows(model: Any, rows: Tensor) -> Tensor:
+        return torch.stack([token_losses(model, row, window) for row in rows])
+
+    return perplexity.losses(model, ids, window, of_rows)
 
 
-def answers(model: Any, prompt: passkeys.Passkey, trained: int) -> Tensor:
-    """The most probable token, `[A]`, at each place of the key, after the true previous tokens."""
-    row = torch.tensor([[*prompt.prompt, *prompt.answer[:-1]]])
-    states = hidden_states(model, row, trained)[0, -len(prompt.answer) :]
-    return model.get_output_embeddings()(states).argmax(-1)  # type: ignore[no-any-return]
+def right(model: Any, prompt: passkeys.Passkey, trained: int) -> list[int]:
+    """For each token of the key, 1 if it is the most probable one after the true previous tokens, otherwise 0."""
+
+    def logits(model: Any, rows: Tensor, count: int) -> Tensor:
+        states = hidden_states(model, rows, trained)[0, -count:]
+        return model.get_output_embeddings()(states)[None]  # type: ignore[no-any-return]
+
+    return passkeys.right(model, [prompt], logits)[0].int().tolist()  # type: ignore[no-any-return]
 
 
 # What is measured.
@@ -204,8 +203,7 @@ def measure(arguments: argparse.Namespace, file: Path, record: dict[str, Any]) -
             if len(found) >= len(prompts):
                 continue
             for prompt in prompts[len(found) :]:
-                predicted = answers(made(original, name, length), prompt, trained)
-                found.append((predicted == torch.tensor(prompt.answer)).int().tolist())
+                found.append(right(made(original, name, length), prompt, trained))
             shown = f"depth {place / (DEPTHS - 1):.2f} {found}"
         records.write(file, record)
         print(f"{name:15} {length:6} {shown} in {time.perf_counter() - start:.0f} s", flush=True)
@@ -220,7 +218,7 @@ def check(rounded: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespac
     models = (rounded, load_original(arguments.model_name_or_path)[0].eval())
     for depth in COARSE_TO_FINE[: arguments.check]:
         prompt = passkeys.passkeys(tokenizer, arguments.length, depth / (DEPTHS - 1), 1, arguments.seed)[0]
-        row, predicted = torch.tensor([[*prompt.prompt, *prompt.answer[:-1]]]), []
+        row, predicted = torch.tensor([prompt.row]), []
         for model in models:
             extended: Any = made(model, name, arguments.length)
             states, head = hidden_states(extended, row, trained)[0], extended.get_output_embeddings()

@@ -60,8 +60,6 @@ RULES = {"short + PI": "linear", "short + NTK": "ntk", "short + YaRN": "yarn", "
 METHODS = (ORIGINAL, SHORT, *RULES, DROPPED, DROPE, SCALED)
 SLOPES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Candidate values of c. The paper uses 0.103 for SmolLM and 0.412 for its custom model."""
-PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Depths of a passkey: fractions of the filler text before it."""
 HELD_OUT = 4
 MAX_CHARACTERS = 6000
 COLOURS = {
@@ -85,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=int, default=4, help="examples of T tokens per step")
     add("--learning_rate", type=float, default=5e-4)
     add("--documents", type=int, default=6, help="number of pages for perplexity")
-    add("--keys", type=int, default=3, help=f"passkeys at each of {len(PARTS)} depths and each length")
+    add("--keys", type=int, default=3, help=f"passkeys at each of {len(passkeys.DEPTHS)} depths and each length")
     add("--mixed_precision", choices=("no", "bf16"), default="bf16")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help=f"among {', '.join(METHODS)}")
     add("--seed", type=int, default=0)
@@ -186,7 +184,9 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
 def mixed(texts: Iterable[str], tokenizer: Any, arguments: argparse.Namespace) -> Iterable[str]:
     """Texts mixed with passkeys, with as many tokens as training needs. No key occurs in the evaluation."""
     choose, length = random.Random(arguments.seed), arguments.trained_length
-    asked = {each.key for size in lengths(arguments) for each in prompts(tokenizer, size, arguments)}
+    asked = {
+        each.key for size in lengths(arguments) for each in passkeys.at_depths(tokenizer, size, arguments.keys, arguments.seed)
+    }
     least, total, of_passkeys = passkeys.least_length(tokenizer), 0, 0
     for text in texts:
         # Packing drops a remainder, and end-of-text tokens also count. Therefore, yield slightly more than needed.
@@ -213,11 +213,6 @@ def lengths(arguments: argparse.Namespace) -> list[int]:
         found.append(length)
         length *= 2
     return [*found, arguments.trained_length * arguments.factor]
-
-
-def prompts(tokenizer: Any, length: int, arguments: argparse.Namespace) -> list[passkeys.Passkey]:
-    """The passkeys of all depths, depth by depth."""
-    return [each for part in PARTS for each in passkeys.passkeys(tokenizer, length, part, arguments.keys, arguments.seed)]
 
 
 # Stages: each one writes its result last, and is not repeated if the result exists.
@@ -271,7 +266,7 @@ def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Nam
     for slope in ProgressBar([slope for slope in SLOPES if str(slope) not in found], desc="c, on held-out pages"):
         model = scaled(output / "original", output / "drope", slope, arguments.trained_length).eval()
         with computing(arguments):
-            each = [perplexity.losses(model, torch.tensor(ids), len(ids)).double().mean().item() for ids in documents]
+            each = [perplexity.mean_loss(model, torch.tensor(ids), len(ids)) for ids in documents]
         found[str(slope)] = sum(each) / len(each)
         records.write(file, found)
     return {"losses": found, "chosen": float(min(found, key=lambda slope: found[slope]))}
@@ -289,8 +284,8 @@ def evaluate(
     for length in ProgressBar(lengths(arguments), desc=name, unit="length"):
         model = make().eval()  # again, since dynamic NTK keeps the frequencies of the longest text so far
         with computing(arguments):
-            found = passkeys.right(model, prompts(tokenizer, length, arguments))
-            losses = [perplexity.losses(model, torch.tensor(ids), length).double().mean().item() for ids in documents]
+            found = passkeys.right(model, passkeys.at_depths(tokenizer, length, arguments.keys, arguments.seed))
+            losses = [perplexity.mean_loss(model, torch.tensor(ids), length) for ids in documents]
         record["passkeys"][str(length)] = found.int().tolist()
         record["losses"][str(length)] = losses
     record["seconds"] = round(time.perf_counter() - started, 1)
@@ -344,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     thetas = {
         folder: AutoConfig.from_pretrained(output / folder).rope_parameters["rope_theta"] for folder in ("original", "short")
     }
-    record = {"settings": settings, "lengths": lengths(arguments), "parts": PARTS, "theta": thetas, "slopes": slopes}
+    record = {"settings": settings, "lengths": lengths(arguments), "parts": passkeys.DEPTHS, "theta": thetas, "slopes": slopes}
     record |= {"training": training, "methods": found}
     records.write(output / "drope.json", record)
     report(records.read(output / "drope.json"), output)
@@ -363,14 +358,15 @@ def summary(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     made: dict[str, dict[str, dict[str, Any]]] = {}
     for name, found in methods.items():
         for length, losses in found["losses"].items():
-            own, groups = np.asarray(losses), np.arange(len(losses))
-            mean, interval = metrics.mean(own, groups)
+            own = perplexity.DocumentLosses(int(length), np.asarray(losses))
+            value, interval = perplexity.perplexity(own)
             digits = np.asarray(found["passkeys"][length])
-            of_length: dict[str, Any] = {"perplexity": math.exp(mean), "interval": [math.exp(each) for each in interval]}
+            of_length: dict[str, Any] = {"perplexity": value, "interval": [*interval]}
             if SHORT in methods:
-                base = np.asarray(methods[SHORT]["losses"][str(min(int(length), int(trained)))])
-                ratio, of_ratio = metrics.mean(own - base, groups)
-                of_length |= {"ratio": math.exp(ratio), "ratio_interval": [math.exp(each) for each in of_ratio]}
+                window = min(int(length), int(trained))
+                base = perplexity.DocumentLosses(window, np.asarray(methods[SHORT]["losses"][str(window)]))
+                ratio, of_ratio = perplexity.ratio(own, base)
+                of_length |= {"ratio": ratio, "ratio_interval": [*of_ratio]}
             of_length |= {"found": float(digits.all(1).mean()), "digits": float(digits.mean())}
             made.setdefault(name, {})[length] = of_length
     return made

@@ -48,7 +48,7 @@ def test_longrope_has_the_factors_of_ntk_and_dynamic_those_of_factor_3(model):
 
 
 def test_losses_in_chunks_of_logits_and_in_windows(model, monkeypatch):
-    monkeypatch.setattr(decoder_lengths, "CHUNK", 50)
+    monkeypatch.setattr(perplexity, "CHUNK", 50)
     assert_close(decoder_lengths.token_losses(model, ids(LENGTH), TRAINED), perplexity.losses(model, ids(LENGTH), LENGTH))
     windowed = decoder_lengths.windowed_losses(model, ids(LENGTH), TRAINED)
     assert_close(windowed, perplexity.losses(model, ids(LENGTH), TRAINED))
@@ -93,8 +93,8 @@ def test_a_run_and_its_continuation(model, tokenizer, tmp_path, monkeypatch):
     assert "Paired difference from 'stock, windows'" in text and (tmp_path / "decoder_lengths.png").stat().st_size > 10_000
 
     measured = []
-    answers = decoder_lengths.answers
-    monkeypatch.setattr(decoder_lengths, "answers", lambda *given: measured.append(1) or answers(*given))
+    right = decoder_lengths.right
+    monkeypatch.setattr(decoder_lengths, "right", lambda *given: measured.append(1) or right(*given))
     monkeypatch.setattr(decoder_lengths, "token_losses", None)
     again = run("--depths", "2", "--documents", "2", "--methods", "stock", "ntk", "--keys", "2")
     assert len(measured) == 6  # One more key at each depth: stock at both lengths, and ntk.

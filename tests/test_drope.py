@@ -302,7 +302,9 @@ def test_what_is_trained_on(host, texts, tokenizer, tmp_path, monkeypatch):
     assert sum(sizes.values()) > 5120 and max(sizes[text] for text in of_passkeys) <= 256 + 1
     assert 0.35 < sum(sizes[text] for text in of_passkeys) / sum(sizes.values()) < 0.5
     assert all(text.startswith(("Text", "Passage", passkeys.TASK)) for text in written)
-    asked = {each.key for length in (128, 256, 512) for each in drope.prompts(tokenizer, length, arguments)}
+    asked = {
+        each.key for length in (128, 256, 512) for each in passkeys.at_depths(tokenizer, length, arguments.keys, arguments.seed)
+    }
     assert not any(text.split("pass key is ")[-1].strip(".") in asked for text in of_passkeys)
 
 

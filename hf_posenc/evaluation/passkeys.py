@@ -7,7 +7,7 @@ Shapes: N prompts, L tokens in a prompt with its key, A tokens of the key, V voc
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,16 @@ class Passkey:
     answer: tuple[int, ...]
     depth: int
     key: str
+
+    @property
+    def row(self) -> list[int]:
+        """The tokens that a model reads to predict the key: the prompt and the key without its last token."""
+        return [*self.prompt, *self.answer[:-1]]
+
+
+def at_depths(tokenizer: Any, length: int, count: int, seed: int, parts: Sequence[float] = DEPTHS) -> list[Passkey]:
+    """`count` passkeys at each depth, depth by depth."""
+    return [each for part in parts for each in passkeys(tokenizer, length, part, count, seed)]
 
 
 def passkeys(tokenizer: Any, length: int, part: float, count: int, seed: int) -> list[Passkey]:
@@ -103,21 +113,27 @@ def text(tokenizer: Any, length: int, part: float, key: str) -> str:
 
 
 @torch.no_grad()
-def right(model: PreTrainedModel, prompts: Sequence[Passkey]) -> Tensor:
+def right(model: PreTrainedModel, prompts: Sequence[Passkey], logits: Callable[..., Tensor] | None = None) -> Tensor:
     """Whether each token of the key is predicted from the true previous tokens, `[N, A]`.
 
     All prompts have the same length, and all keys the same number of tokens.
+
+    logits: a function of the model, rows `[N, L - 1]`, and A, which returns the logits of the last A tokens, `[N, A, V]`, if
+        they aren't computed in one forward pass.
     """
     found = []
     size = max(1, BATCH_TOKENS // (len(prompts[0].prompt) + len(prompts[0].answer)))
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         answers = torch.tensor([each.answer for each in batch])
-        rows = torch.tensor([[*each.prompt, *each.answer[:-1]] for each in batch])  # [N, L - 1]
-        last = {"logits_to_keep": answers.shape[1]} if "logits_to_keep" in argument_names(model) else {}
-        logits = model(input_ids=rows.to(model.device), **last).logits[:, -answers.shape[1] :]  # [N, A, V]
-        found.append(logits.argmax(-1).cpu() == answers)
+        rows = torch.tensor([each.row for each in batch]).to(model.device)
+        found.append((logits or _logits)(model, rows, answers.shape[1]).argmax(-1).cpu() == answers)
     return torch.cat(found)
+
+
+def _logits(model: PreTrainedModel, rows: Tensor, count: int) -> Tensor:
+    last = {"logits_to_keep": count} if "logits_to_keep" in argument_names(model) else {}
+    return model(input_ids=rows, **last).logits[:, -count:]  # type: ignore[no-any-return]
 
 
 def found(model: PreTrainedModel, prompts: Sequence[Passkey]) -> np.ndarray:

@@ -7,7 +7,7 @@ Shapes: W windows, L tokens in a window, T tokens of a document, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
 """Maximum number of tokens in a batch of windows. Logits are as wide as the vocabulary. A longer window is a separate batch."""
+CHUNK = 512
+"""Number of tokens whose logits are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,14 @@ class Perplexity:
 
 
 @torch.no_grad()
-def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
-    """Negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`, from windows that overlap by half."""
+def losses(
+    model: PreTrainedModel, ids: Tensor, window: int, of_rows: Callable[[PreTrainedModel, Tensor], Tensor] | None = None
+) -> Tensor:
+    """Negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`, from windows that overlap by half.
+
+    of_rows: a function of the model and rows `[W, L]`, which returns their losses `[W, L - 1]`, if they aren't computed in one
+        forward pass.
+    """
     if window < 2:
         raise ValueError(f"window={window} must be at least 2 tokens.")
     stride, found = window // 2, []
@@ -64,11 +72,30 @@ def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
     batches += [[start] for start in starts if start + window > len(ids)]
     for batch in batches:
         rows = torch.stack([ids[start : start + window] for start in batch]).to(model.device)  # [W, L]
-        logits = model(input_ids=rows).logits[:, :-1].float()  # [W, L - 1, V]
-        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").cpu()
+        each = (of_rows or _of_rows)(model, rows).cpu()
         # Tokens that the previous window has scored are skipped.
         found += [row if start == 0 else row[window - stride - 1 :] for start, row in zip(batch, each, strict=True)]
     return torch.cat(found)
+
+
+def _of_rows(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    logits = model(input_ids=rows).logits[:, :-1].float()  # [W, L - 1, V]
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def of_states(head: torch.nn.Module, states: Tensor, ids: Tensor) -> Tensor:
+    """The losses of tokens `[T]` by the hidden states `[T, D]` that predict them.
+
+    Logits are computed for CHUNK tokens at a time, because they are as wide as the vocabulary.
+    """
+    chunks = zip(states.split(CHUNK), ids.split(CHUNK), strict=True)
+    return torch.cat([torch.nn.functional.cross_entropy(head(each).float(), own, reduction="none") for each, own in chunks])
+
+
+def mean_loss(model: PreTrainedModel, ids: Tensor, window: int) -> float:
+    """The mean negative log-likelihood of a document's tokens, in nats."""
+    return losses(model, ids, window).double().mean().item()
 
 
 @dataclass(frozen=True)
@@ -98,7 +125,7 @@ def document_losses(
             check_ids(torch.cat(read), model.get_input_embeddings(), name)
             values = []
             for ids in read:
-                values.append(losses(model, ids, size).double().mean().item())
+                values.append(mean_loss(model, ids, size))
                 bar.update()
             found[name, size] = DocumentLosses(size, np.asarray(values))
     return {length: {name: found[name, windows[name, length]] for name in models} for length in lengths}
@@ -110,6 +137,12 @@ def read_ids(tokenizer: Any, documents: Sequence[str], longest: int | None) -> l
     return [torch.tensor(tokenizer(text, **options)["input_ids"], dtype=torch.long) for text in documents]
 
 
+def perplexity(losses: DocumentLosses) -> tuple[float, metrics.Interval]:
+    """The perplexity, with its 95% interval over documents."""
+    value, (low, high) = metrics.mean(losses.values, np.arange(len(losses.values)))
+    return math.exp(value), (math.exp(low), math.exp(high))
+
+
 def ratio(losses: DocumentLosses, others: DocumentLosses) -> tuple[float, metrics.Interval]:
     """The ratio of two perplexities on the same documents, with its 95% interval."""
     value, (low, high) = metrics.mean(losses.values - others.values, np.arange(len(losses.values)))
@@ -118,12 +151,13 @@ def ratio(losses: DocumentLosses, others: DocumentLosses) -> tuple[float, metric
 
 def compared(found: dict[int, dict[str, DocumentLosses]], baseline: str) -> dict[int, dict[str, Perplexity]]:
     """Length -> model -> perplexity, with its ratio to the baseline's."""
-
-    def perplexity(own: DocumentLosses, base: DocumentLosses) -> Perplexity:
-        value, (low, high) = metrics.mean(own.values, np.arange(len(own.values)))
-        return Perplexity(math.exp(value), (math.exp(low), math.exp(high)), *ratio(own, base), own.window, len(own.values))
-
-    return {length: {name: perplexity(own, row[baseline]) for name, own in row.items()} for length, row in found.items()}
+    return {
+        length: {
+            name: Perplexity(*perplexity(own), *ratio(own, row[baseline]), own.window, len(own.values))
+            for name, own in row.items()
+        }
+        for length, row in found.items()
+    }
 
 
 def verdict(found: dict[int, dict[str, DocumentLosses]]) -> Verdict | None:
