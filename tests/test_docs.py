@@ -91,7 +91,6 @@ THINGS = {
     "meta-llama/Llama-3.2-1B": lambda: stock("llama", vocab_size=30522),
     "my.txt": "\n".join(TEXTS).encode(),
     "old-checkpoint": ROOT / "tests" / "v4" / "bert",
-    "openai/clip-vit-base-patch32": lambda: tiny.build("clip"),
     "sentence-transformers/all-MiniLM-L6-v2": MINILM,
     "validation.jsonl": "\n".join(map(json.dumps, LABELED)).encode(),
 }
@@ -200,7 +199,7 @@ def test_scripts_parse(tmp_path, monkeypatch):
     asked = [(script_of(words), cut) for words, cut in found if script_of(words)]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     said = run_python(PARSE, tmp_path / "asked.json")
-    assert len(asked) > 12 and said.count("parsed") == len(asked) and "wrong:" not in said, said
+    assert len(asked) > 9 and said.count("parsed") == len(asked) and "wrong:" not in said, said
 
 
 def test_targets_exist():
