@@ -270,15 +270,16 @@ def planned(curve: tuple[int, ...] = CURVE) -> list[Run]:
     stages = [
         ((ORIGINAL, DISTILLED), (UNCHANGED,), (first, second)),
         ((ONE_VECTOR,), (UNCHANGED,), (first, second)),
+        ((ORIGINAL, DISTILLED), (UNCHANGED,), curve),
         ((ORIGINAL, ONE_VECTOR), (WITHOUT_DROPOUT,), (first,)),
         ((CALIBRATED,), (UNCHANGED,), (first, second)),
-        ((ORIGINAL, DISTILLED, ONE_VECTOR), (UNCHANGED,), curve),
+        ((ONE_VECTOR,), (UNCHANGED,), curve),
     ]
     return [
         Run(name, model, change, seed, steps)
         for models, changes, steps in stages
-        for name in TOKENS
         for seed in SEEDS
+        for name in TOKENS
         for change in changes
         for model in models
     ]

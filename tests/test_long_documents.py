@@ -1,6 +1,7 @@
 """Experiments on documents beyond 512 tokens: manual pages, spliced documents, chunks and spans, distant evidence."""
 
 import gzip
+import math
 import random
 
 import pytest
@@ -120,19 +121,18 @@ def test_clue_and_mention_are_a_distance_apart(task):
     for distance, length in ((20, 84), (600, 976)):
         each = distant_evidence.example(task, random_, texts, distance, length, tokenizer)
         words = {number: word for word, number in tokenizer.known.items()}
-        document = [words[token] for token in each.document]
+        document = [words[token].rstrip(".,") for token in each.document]
         assert len(document) == length
-        (color,) = [
-            word for word in document if word in distant_evidence.COLORS or word.rstrip(".") in distant_evidence.COLORS
-        ][:1]
-        assert color.rstrip(".") == distant_evidence.COLORS[each.target] or task == "questions"
-        clue = max(document.index(word) for word in ("object.", "selected") if word in document)
-        first, last = each.mentions[0]
+        first, last = each.right
+        (name,) = {word for word in document if word in distant_evidence.NAMES and document.count(word) == 2}
+        early, late = (at for at, word in enumerate(document) if word == name)
         if task == "tokens":
-            assert first == last and document[first] in distant_evidence.NAMES and first - clue == distance + 2
+            assert first == last == late and document[early + 3] == distant_evidence.TYPES[each.target]
+            assert late - 4 - (early + 3) == distance + 1  # before the mention: "We come back to"
         else:
-            right = each.mentions[each.target][0]
-            assert document[clue + 3] == f"{document[right - 3]}." and document[right].isdigit()
+            assert first == last == late + 2 and document[first].isdigit() and document[early - 2] == "describes"
+            assert each.mentions[0][0] - 3 - early == distance + 1  # before the weight: "The Lincoln weighs"
+            assert len({document[at] for at, _ in each.mentions}) == distant_evidence.CANDIDATES
 
 
 def test_spans_overlap():
@@ -150,14 +150,60 @@ class Scripted:
         return [self.logits[torch.tensor(document)] for document in documents]
 
 
+DOCUMENT = tuple(range(976))
+
+
 @pytest.mark.parametrize("spanned", [False, True])
-def test_answers_are_read_from_all_spans(spanned):
-    document = tuple(range(976))
-    start = torch.full((976, 2), -5.0)
-    start[900, 0], start[901, 1], start[100, 0], start[100, 1] = 5.0, 5.0, 4.0, 4.0
-    each = distant_evidence.Example((1,), document, ((100, 100), (900, 901)), 1)
-    assert distant_evidence.read("questions", Scripted(start), each, spanned) == (True, 2, 0)
+def test_labels_and_answers_are_read_from_all_spans(spanned):
+    logits = torch.full((976, 2), -5.0)
+    logits[900, 0], logits[901, 1], logits[100, 0], logits[100, 1] = 5.0, 5.0, 4.0, 4.0
+    for target in (0, 1):
+        each = distant_evidence.Example((1,), DOCUMENT, ((100, 100), (900, 901)), target)
+        assert distant_evidence.is_right(distant_evidence.read(Scripted(logits), [each], spanned)[0], each) == (target == 1)
     labels = torch.zeros(976, 5)
     labels[:, 0], labels[800:802, 3], labels[400, 2] = 1.0, 2.0, 2.0
-    each = distant_evidence.Example((), document, ((800, 802),), 2)
-    assert distant_evidence.read("tokens", Scripted(labels), each, spanned) == (False, 2, 2)
+    for last in (801, 802):
+        each = distant_evidence.Example((), DOCUMENT, ((800, last),), 2)
+        parts = distant_evidence.read(Scripted(labels), [each], spanned)[0]
+        assert torch.equal(distant_evidence.joined(parts), labels)
+        assert distant_evidence.is_right(parts, each) == (last == 801)
+
+
+def test_labels_are_those_of_the_most_central_span():
+    parts = [(start, torch.full((end - start, 1), float(start))) for start, end in distant_evidence.spans(976, 510)]
+    logits = distant_evidence.joined(parts)[:, 0]
+    assert [int((logits == start).sum()) for start, _ in parts] == [446, 382, 148]
+
+
+def test_the_loss_of_an_answer_counts_it_in_each_span():
+    logits = torch.zeros(976, 2)
+    logits[850] = 3.0
+    each = distant_evidence.Example((1,), DOCUMENT, ((850, 850),), 0)
+    whole, spans = (distant_evidence.read(Scripted(logits), [each], spanned)[0] for spanned in (False, True))
+    copies = sum(start <= 850 < start + len(own) for start, own in spans)
+    assert copies == 2 and len(whole) == 1
+    for parts, count in ((whole, 1), (spans, 2)):
+        others = sum(len(own) for _, own in parts) - count
+        share = count * math.exp(3) / (count * math.exp(3) + others)
+        assert distant_evidence.loss_of(parts, each).item() == pytest.approx(-math.log(share), abs=1e-4)
+
+
+def test_table_of_distant_evidence():
+    rows = [
+        {
+            "task": "tokens",
+            "seed": 0,
+            "documents": documents,
+            "trained": trained,
+            "method": method,
+            "right": right,
+            "seconds": 0.1,
+        }
+        for documents in distant_evidence.DISTANCES
+        for trained in distant_evidence.TRAINED
+        for method, right in zip(distant_evidence.METHODS, ([0, 1], [0, 1], [1, 1], [1, 0]), strict=True)
+    ]
+    runs = [{"task": "tokens", "seed": 0, "losses": {"short documents": [1.0]}, "rows": rows}]
+    found = distant_evidence.summary(runs)
+    assert [(row["accuracy"], row["difference"]) for row in found[:4]] == [(0.5, 0), (0.5, 0), (1.0, 0.5), (0.5, 0)]
+    assert "tokens, far, trained on long documents, too (n = 2)" in distant_evidence.table(found, runs)

@@ -291,6 +291,10 @@ def test_kept_models(keep, tmp_path):
     # Its card has the study's table, and its tokenizer reads bytes.
     card = model_card(str(directory), "me/rope")
     assert "rope, this model" in card and "| none (mean of seeds 0, 1) |" in card and "16 bytes" in card
+    # Another choice removes no model that was kept.
+    compare.main([*command, "--keep", "best"])
+    compare.main(command)
+    assert found <= {each.name for each in saved.glob("*/")}
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer("né\n")["input_ids"] == [*"né\n".encode()] and tokenizer.decode([*"né\n".encode()]) == "né\n"
 

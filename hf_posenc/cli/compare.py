@@ -14,12 +14,13 @@ from hf_posenc.cli import ModelCommand, app
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def compare(
+    context: typer.Context,
     options: Annotated[list[str] | None, typer.Argument(help="Flags of a study, or a YAML file with them.")] = None,
 ) -> None:
     """Compare encodings in a controlled study: equal models, data, and order of data, by seed.
 
     Example:
-    [bold]hf-posenc compare --models llama --tasks clm --encodings none rope alibi --output_dir study[/]
+    [bold]hf-posenc compare --tasks classification --encodings none rope --steps 20 --seeds 0 --output_dir study[/]
     """
     from hf_posenc._versions import install
 
@@ -29,4 +30,8 @@ def compare(
     except ImportError as error:
         raise ImportError(f"Studies need more packages ({error}). Run: {install('all')}") from None
     study.quiet()
-    main(options or [])
+    given = options or []
+    modules = context.parent.params.get("modules") if context.parent else None
+    if modules and "--import" not in given:  # `hf-posenc --import MODULE compare`: parallel processes import it, too
+        given = [*given, "--import", *modules]
+    main(given)

@@ -105,8 +105,17 @@ def convert(
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
         options = _with_own_layers(encoding, options, not exportable)
         patched: Any = patch(model, encoding, max_length=max_length, **options)
-        by_range = not exportable or _has_learned_positions(to_stock(patched))
+        by_range = not exportable or _has_learned_positions(_exported(patched))
         return _converted(model, patched, texts, tokenizer, by_range, (calibration_texts, calibration_length))
+
+
+def _exported(patched: Any) -> Any:
+    """The equivalent class of Transformers. Its error says how to convert without one."""
+    try:
+        return to_stock(patched)
+    except UnsupportedModelError as error:
+        error.args = (f"{error} Or omit exportable=True to convert to this encoding.",)
+        raise
 
 
 def _has_learned_positions(model: Any) -> bool:

@@ -19,7 +19,7 @@ WORST, LARGEST = 4.0, 1e6
 PARTS = ("models", "rows", "table")
 
 
-@figure("record", example="OUT/compare.json")
+@figure("record", example="scripts/results/alibi.json")
 def study(
     record: Mapping[str, Any],
     *,

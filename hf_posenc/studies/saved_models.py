@@ -11,7 +11,6 @@ from hf_posenc.studies.tasks import CAUSAL, LABELS, MASKED, Task
 
 HUB_TASKS = {CAUSAL: "text-generation", MASKED: "fill-mask", LABELS: "text-classification"}
 """Head -> the Hub's name of its task."""
-CHOICES = {"best": "the seed with the best score at the longest test length", "last": "the last seed", "all": "every seed"}
 
 
 def describe(record: Mapping[str, Any], parts: Mapping[str, Part], output: Path) -> None:
@@ -51,10 +50,11 @@ def _evaluation(record: Mapping[str, Any], part: Part, label: str, run: Mapping[
         if where.items() <= row.items() and row["mean"] is not None
     ]
     training = part.study.trainings[name]
-    notes = [
-        f"Trained at lengths up to {training.length} {task.unit}, with seed {run['seed']}: {CHOICES[str(part.study.keep)]}."
-    ]
-    notes += ["Scores of other models are means over seeds. All had the same initial weights and data within a seed."]
+    notes = [f"Trained at lengths up to {training.length} {task.unit}, with seed {run['seed']}."]
+    best = study.kept(part.study, part.results.records, name, run["encoding"])
+    if part.study.keep == "best" and run["seed"] in best:
+        notes.append("Of all seeds, it has the best score at the longest test length.")
+    notes.append("Scores of other models are means over seeds. All had the same initial weights and data within a seed.")
     return {
         "command": records.command(),
         "training": {"datasets": [dataset], "steps": training.steps or None},

@@ -158,13 +158,17 @@ def kept(study: Study, done: Mapping[tuple[str, str, int], Record], task: str, l
 
 
 def prune(directory: Path, study: Study) -> dict[Path, Record]:
-    """Remove saved models that aren't the best ones. Returns the directories of the others, with their records."""
+    """Remove saved models that aren't the best ones. Returns the directories of the others, with their records.
+
+    Models with an evaluation.json belong to a finished study, and are never removed.
+    """
     done, found = finished(directory, study), {}
     for task, each, seed in study.runs():
         path = model_of(directory, task, each, seed)
         if not path.is_dir():
             continue
-        if study.keep == "best" and seed not in kept(study, done, task, each.label):
+        best = study.keep != "best" or seed in kept(study, done, task, each.label)
+        if not best and not (path / records.FILE).exists():
             shutil.rmtree(path)
         elif (task, each.label, seed) in done:
             found[path] = done[task, each.label, seed]
