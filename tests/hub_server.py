@@ -1,11 +1,14 @@
 """A small Hub on the loopback interface for the real huggingface_hub client (HF_HUB_DISABLE_XET=1).
 
+`python tests/hub_server.py --port 8000` serves until it is interrupted. In tests:
+
 with serve() as hub:
     ...                      # a process with HF_ENDPOINT=hub.endpoint and HF_TOKEN=TOKEN pushes and loads models
     hub.repos["me/model"].commits[-1].files["config.json"]
     hub.faults.append(Fault("POST .*/me/model/commit/", cut, times=2))
 """
 
+import argparse
 import base64
 import contextlib
 import hashlib
@@ -211,10 +214,11 @@ class Hub(ThreadingHTTPServer):
     blobs: uploaded LFS content by repository and SHA-256.
     log: "METHOD path" of every request, in order.
     part_size: maximum bytes per upload. Larger LFS content is uploaded in parts of this size.
+    port: 0 for a free port.
     """
 
-    def __init__(self, part_size):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, part_size, port):
+        super().__init__(("127.0.0.1", port), Handler)
         self.repos, self.blobs, self.log, self.faults, self.part_size = {}, {}, [], [], part_size
         self.lock, self.closing = threading.Lock(), threading.Event()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
@@ -228,8 +232,8 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serve(part_size=1 << 20):
-    with Hub(part_size) as hub:
+def serve(part_size=1 << 20, port=0):
+    with Hub(part_size, port) as hub:
         threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()  # polling interval for shutdown
         try:
             yield hub
@@ -527,3 +531,16 @@ ROUTES = (
     ("POST", f"/api/models/{REPO}/paths-info/([^/]+)", Handler.paths_info),
     ("GET HEAD", f"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
 )
+
+
+def main():
+    """Serve until interrupted. Repositories are kept in memory."""
+    parser = argparse.ArgumentParser(description="Serve a local Hub for tests. Its repositories are kept in memory.")
+    parser.add_argument("--port", type=int, default=0, help="default: a free port")
+    with serve(port=parser.parse_args().port) as hub, contextlib.suppress(KeyboardInterrupt):
+        print(f"export HF_ENDPOINT={hub.endpoint} HF_TOKEN={TOKEN} HF_HUB_DISABLE_XET=1", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,10 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+from typer.main import get_command
 
 from conftest import ROOT
-from hf_posenc import compare
+from hf_posenc import cli, compare
 from hf_posenc._versions import install
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
@@ -549,15 +550,21 @@ def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     (tmp_path / "my_window.py").write_text(WINDOW)
+    (tmp_path / "my_task.py").write_text(re.search(r"```python\n(# my_task.*?)```", page, re.DOTALL)[1])
     shorten(monkeypatch)
     monkeypatch.setattr(compare, "draw", lambda record, path: None)  # takes half of the time
     shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
     commands = re.findall(r"^hf-posenc compare (.*)$", joined_lines(page), re.MULTILINE)
     for given in commands:
         compare.main([*shlex.split(given), *shorter])
-    del sys.modules["my_window"]
+    del sys.modules["my_window"], sys.modules["my_task"], tasks.TASKS["first_symbol"]
     made = {file.parent.name for file in tmp_path.glob("*/compare.json")}
-    assert made == {"first", "study", "window", "trained"}
+    assert made == {"first", "study", "window", "trained", "recall"}
+    assert {file.suffix for file in (tmp_path / "recall").glob("compare.*")} == {".txt", ".json", ".csv", ".tex", ".md"}
+    for given in re.findall(r"^hf-posenc (plot .*)$", page, re.MULTILINE):
+        with pytest.raises(SystemExit) as stopped:
+            get_command(cli.app)(shlex.split(given))
+        assert not stopped.value.code and (tmp_path / given.split()[-1]).exists()
     assert [*records.read(tmp_path / "window" / "compare.json")["models"]["bert"]["encodings"]] == [
         "none", "window", "window width=4"
     ]  # fmt: skip

@@ -12,6 +12,7 @@ from typer.main import get_command
 
 import hf_posenc
 from conftest import ROOT, run_python
+from hf_posenc import compare
 from hf_posenc.cli import app
 from hub_server import TOKEN, serve
 from models import stock
@@ -69,6 +70,7 @@ def made(place, name, minilm):
 
 TEXTS = [" ".join(f"The {noun} bit the man, and then it ran {number} miles." for number in range(16)) for noun in NOUNS]
 RESULT = b'{"model": "alibi", "this": true, "task": "fill-mask", "dataset": {"name": "pages"}, "metric": "loss", "value": 2.0}'
+STUDY = {"model": "bert", "task": "classification", "encoding": "rope", "length": 16, "multiple": 1.0, "metric": "accuracy"}
 LABELS = {0: "praise", 1: "refund"}
 LABELED = [{"text": text, "label": LABELS[number % 2]} for number, text in enumerate(TEXTS[:4])]
 BERT = dict(vocab_size=30522, max_position_embeddings=512, num_hidden_layers=12)
@@ -82,13 +84,13 @@ THINGS = {
         stock("bert", "ForSequenceClassification", id2label=LABELS, **BERT), 2048, "dynamic"
     ),
     "facebook/bart-base": lambda: tiny.build("bart"),
+    "first/compare.json": json.dumps({"rows": [STUDY | {"seed": seed, "value": seed / 2} for seed in (0, 1)]}).encode(),
     "google-t5/t5-small": lambda: tiny.build("t5"),
     "google/vit-base-patch16-224": lambda: tiny.build("vit"),
     "llava-hf/llava-1.5-7b-hf": lambda: tiny.build("llava"),
     "meta-llama/Llama-3.2-1B": lambda: stock("llama", vocab_size=30522),
     "my.txt": "\n".join(TEXTS).encode(),
     "old-checkpoint": ROOT / "tests" / "v4" / "bert",
-    "openai/clip-vit-base-patch32": lambda: tiny.build("clip"),
     "sentence-transformers/all-MiniLM-L6-v2": MINILM,
     "validation.jsonl": "\n".join(map(json.dumps, LABELED)).encode(),
 }
@@ -133,6 +135,9 @@ def test_commands_parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     group = get_command(app)
     group.callback = None
+    figures = group.commands["plot"]
+    figures._make_commands()
+    monkeypatch.setattr(figures, "_make_commands", lambda: None)  # it would restore their callbacks
     commands_of = [*group.commands.values()]
     for command in commands_of:
         command.callback = lambda **given: None
@@ -144,7 +149,9 @@ def test_commands_parse(tmp_path, monkeypatch):
                 Path(word).mkdir(parents=True, exist_ok=True)
         try:
             group.main(words[1:], "hf-posenc", standalone_mode=False)
-        except Exception as error:
+            if words[1] == "compare":  # its flags are those of another parser
+                compare.parser_of().parse_args(words[2:])
+        except (Exception, SystemExit) as error:
             pytest.fail(f"{page}: {words}: {error!r}")
     assert len(found) > 12
 
@@ -192,7 +199,7 @@ def test_scripts_parse(tmp_path, monkeypatch):
     asked = [(script_of(words), cut) for words, cut in found if script_of(words)]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     said = run_python(PARSE, tmp_path / "asked.json")
-    assert len(asked) > 12 and said.count("parsed") == len(asked) and "wrong:" not in said, said
+    assert len(asked) > 8 and said.count("parsed") == len(asked) and "wrong:" not in said, said
 
 
 def test_targets_exist():

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "README.md": 700,
-    "CONTRIBUTING.md": 800,
+    "CONTRIBUTING.md": 830,
     "CHANGELOG.md": 400,
     "scripts/README.md": 480,
     "docs/tutorials/long_documents.md": 550,
@@ -27,26 +27,27 @@ LIMITS = {
     "docs/guides/custom_model.md": 1100,
     "docs/guides/v4.md": 450,
     "docs/guides/analyze.md": 750,
-    "docs/guides/compare.md": 450,
+    "docs/guides/compare.md": 800,
     "docs/reference/encodings.md": 1300,
     "docs/reference/models.md": 1050,
     "docs/reference/model_notes.md": 1100,
     "docs/reference/extend_methods.md": 740,
     "docs/reference/cli.md": 430,
+    "docs/reference/position_context.md": 450,
     "docs/reference/api.md": 130,
     "docs/reference/hub.md": 750,
     "docs/reference/versions.md": 550,
     "docs/background/how_it_works.md": 700,
     "docs/background/precision.md": 460,
     "docs/results/index.md": 400,
-    "docs/results/long_inputs.md": 1000,
+    "docs/results/long_inputs.md": 1010,
     "docs/results/extrapolation.md": 650,
     "docs/results/drope.md": 300,
     "docs/results/speed.md": 600,
     "docs/contributing/architectures.md": 450,
 }
 """Maximum number of words (`wc -w`) of each page."""
-TOTAL = 20_000
+TOTAL = 20_700
 BANNED = (
     *(
         "hosts?",
