@@ -1,8 +1,6 @@
 """to_stock and hf-posenc export: the same function as a class of Transformers, loaded without this package."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from sentence_transformers import SentenceTransformer
 
 import hf_posenc
 from closeness import assert_apart, assert_close
+from conftest import run_python
 from hf_posenc.conversion import exporting
 from models import patched, randomize_encoding, tiny, tokens
 
@@ -302,23 +301,16 @@ def test_other_types_and_modes(dtype):
     ],
 )
 def test_loads_without_the_package(name, encoding, tmp_path):
-    model, stock = export(name, encoding) if "Seq" not in name else export(name, encoding)
+    model, stock = export(name, encoding)
     inputs, expected = equal(model, stock)
     stock.save_pretrained(tmp_path / "model")
     torch.save((inputs, expected), tmp_path / "expected.pt")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert not {"auto_map", "position_encoding", "position_plan"} & {*config}
     assert not [path.name for path in (tmp_path / "model").glob("*.py")]
-    auto = (
-        f"AutoModel{name[name.index('For') :]}"
-        if "For" in name
-        else "AutoModelForCausalLM"
-        if "LMHead" in name
-        else "AutoModel"
-    )
-    program = [sys.executable, "-W", "ignore", "-c", RELOAD, auto, str(tmp_path / "model"), str(tmp_path / "expected.pt")]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    kind = f"AutoModel{name[name.index('For') :]}" if "For" in name else "AutoModel"
+    kind = "AutoModelForCausalLM" if "LMHead" in name else kind
+    run_python(RELOAD, kind, tmp_path / "model", tmp_path / "expected.pt")
 
 
 def test_sentences(minilm, tmp_path):

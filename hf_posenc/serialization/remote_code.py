@@ -11,8 +11,9 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,7 +156,7 @@ def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
         carried[module], imported = _stand_in(module, wanted)
     else:
         carried[module] = Path(code.__file__ or "").read_text(encoding="utf-8")
-        imported = [owner for _, owners in _imports(carried[module], within=False) for _, owner in owners]
+        imported = [owner for _, owners in _imports(carried[module])[0] for _, owner in owners]
     for each in imported:
         _carry(each, wanted, carried)
 
@@ -185,19 +186,27 @@ Statement = tuple[ast.ImportFrom, list[tuple[ast.alias, str]]]
 
 
 @functools.cache
-def _imports(source: str, within: bool) -> list[Statement]:
-    """The imports of hf-posenc modules in a source, either at its top level or within functions, which run later."""
-    tree = parsed(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inner = {id(node) for function in functions for node in ast.walk(function)}
-    inner |= {id(node) for each in tree.body if _is_for_checkers(each) for node in ast.walk(each)}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_ours(node.module or "")]
-    return [(node, [(alias, _owner(node, alias)) for alias in node.names]) for node in nodes if (id(node) in inner) == within]
+def _imports(source: str) -> tuple[list[Statement], list[Statement]]:
+    """The imports of hf-posenc modules in a source, at its top level and within functions, which run later."""
+    found: tuple[list[Statement], list[Statement]] = [], []
+    for node, within in _statements(parsed(source)):
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            found[within].append((node, [(alias, _owner(node, alias)) for alias in node.names]))
+    return found
 
 
-def _is_for_checkers(statement: ast.stmt) -> bool:
+def _statements(block: ast.AST, within: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """The statements of a block and of the blocks in it, and whether each is within a function or for type checkers."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(block, field, ()):
+            yield node, within
+            later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_for_checkers(node)
+            yield from _statements(node, within or later)
+
+
+def _is_for_checkers(statement: ast.AST) -> bool:
     """Whether a statement is `if TYPE_CHECKING:`, which never runs."""
-    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+    return isinstance(statement, ast.If) and isinstance(statement.test, ast.Name) and statement.test.id == "TYPE_CHECKING"
 
 
 def _owner(node: ast.ImportFrom, alias: ast.alias) -> str:
@@ -217,8 +226,7 @@ def _linked(source: str, carried: Collection[str]) -> str:
     Imports of modules that aren't saved, within functions, raise an ImportError, because they need hf-posenc.
     """
     lines = source.splitlines(keepends=True)
-    statements = [(node, owners, within) for within in (False, True) for node, owners in _imports(source, within)]
-    for node, owners, _ in sorted(statements, key=lambda each: each[0].lineno, reverse=True):
+    for node, owners in sorted(chain(*_imports(source)), key=lambda each: each[0].lineno, reverse=True):
         if missing := [owner for _, owner in owners if owner not in carried]:
             texts = [f"raise ImportError({NEEDED.format(missing[0])!r})"]
         else:
