@@ -31,11 +31,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ByFileAndHost(LoadFileScheduling):
-    """Run a file's tests in one process, which creates their fixtures once. Split the tests of test_contract.py by model."""
+    """Run a file's tests in one process, which creates their fixtures once. Split the tests of test_contract.py by model,
+    except those that share a process which reloads all models.
+    """
 
     def _split_scope(self, nodeid):
         file, _, name = nodeid.partition("::")
-        return f"{file}::{name.partition('-')[0]}" if file.endswith("test_contract.py") else file
+        if not file.endswith("test_contract.py"):
+            return file
+        return f"{file}::{name.partition('[' if name.startswith('test_save_and_reload') else '-')[0]}"
 
 
 def pytest_configure(config):

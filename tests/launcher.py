@@ -25,8 +25,9 @@ PLACES = (ROOT, ROOT / "tests")
 HOSTS = ("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 LEVELS = {
     "torch": ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
-    + ("scipy.optimize", "safetensors.torch", "tokenizers", "httpx2", "jinja2", "yaml"),
-    "libraries": ("transformers.generation", "accelerate", "sentence_transformers", "pytest", *HOSTS),
+    + ("scipy.optimize", "scipy.stats", "joblib", "pandas", "pytest")
+    + ("safetensors.torch", "tokenizers", "httpx2", "jinja2", "yaml"),
+    "libraries": ("transformers.generation", "accelerate", "sentence_transformers", *HOSTS),
     "scripts": ("finetune", "train_mlm", "train_clm", "distill", "sharded", "torch.utils.tensorboard"),
 }
 """Level -> already imported modules, in addition to those of previous levels.

@@ -1,14 +1,13 @@
 """The plan that `patch` writes into a config, which building and loading use to install an encoding."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertModel, T5EncoderModel
 
 import hf_posenc
+from conftest import run_python
 from hf_posenc.architectures import detection
 from hf_posenc.architectures.structure import tokens_of
 from hf_posenc.configuration import StackPlan
@@ -164,6 +163,6 @@ def test_a_plan_of_another_version(tmp_path):
     assert torch.equal(first(again(tokens())), first(model(tokens())))
     again.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["position_plan"] == plans(model)
-    run = "from transformers import AutoModel; AutoModel.from_pretrained('.', trust_remote_code=True)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", run], cwd=tmp_path, capture_output=True, text=True)
-    assert "saved with Transformers 5.1.0" in done.stderr and "Install hf_posenc" in done.stderr
+    code = "import sys, transformers; transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    with pytest.raises(AssertionError, match="(?s)saved with Transformers 5.1.0.*Install hf_posenc"):
+        run_python(code, tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
