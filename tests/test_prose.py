@@ -12,7 +12,7 @@ LIMITS = {
     "README.md": 700,
     "CONTRIBUTING.md": 830,
     "CHANGELOG.md": 400,
-    "scripts/README.md": 480,
+    "scripts/README.md": 500,
     "docs/tutorials/long_documents.md": 550,
     "docs/guides/choose.md": 350,
     "docs/guides/patch.md": 550,
@@ -40,14 +40,14 @@ LIMITS = {
     "docs/background/how_it_works.md": 700,
     "docs/background/precision.md": 460,
     "docs/results/index.md": 400,
-    "docs/results/long_inputs.md": 1010,
-    "docs/results/extrapolation.md": 650,
+    "docs/results/long_inputs.md": 1100,
+    "docs/results/extrapolation.md": 830,
     "docs/results/drope.md": 300,
     "docs/results/speed.md": 600,
     "docs/contributing/architectures.md": 450,
 }
 """Maximum number of words (`wc -w`) of each page."""
-TOTAL = 20_700
+TOTAL = 21_000
 BANNED = (
     *(
         "hosts?",
