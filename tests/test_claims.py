@@ -1,10 +1,14 @@
 """experiments/claims.py and counting.py: programs and their values, and verdicts from records."""
 
+import re
+
 import pytest
 import torch
 import yaml
 
+from conftest import ROOT
 from experiments import claims, counting
+from hf_posenc.evaluation import records
 from hf_posenc.studies import IGNORED, tasks
 
 
@@ -80,3 +84,16 @@ def test_a_study_measures_its_claims(name):
     for claim in claims.CLAIMS[name][1]:
         assert claim.task in given["tasks"] and {1, claim.multiple} <= {*given["multiples"]}
         assert {claim.encoding, claim.other or claim.encoding} <= {*given["encodings"]}
+
+
+@pytest.mark.parametrize("name", claims.CLAIMS)
+def test_the_verdicts_that_are_kept(name):
+    """They follow from the scores in the record, for all claims."""
+    kept = records.read(ROOT / "scripts" / "results" / f"{name}.json")
+    again = [claims.judge(kept, claim) for claim in claims.CLAIMS[name][1]]
+    assert [(each["claim"], each["verdict"]) for each in kept["verdicts"]] == [
+        (each["claim"], each["verdict"]) for each in again
+    ]
+    counts = [each["verdict"] for each in again].count("reproduced"), len(again)
+    page = (ROOT / "docs" / "results" / "extrapolation.md").read_text()
+    assert re.search(rf"\[{name}\].*\| {counts[0]} of {counts[1]} \|", page)
