@@ -21,7 +21,7 @@ LIMITS = {
     "docs/guides/train.md": 850,
     "docs/guides/classify_long_documents.md": 650,
     "docs/guides/share.md": 700,
-    "docs/guides/export.md": 480,
+    "docs/guides/export.md": 490,
     "docs/guides/integrations.md": 1000,
     "docs/guides/custom_encoding.md": 860,
     "docs/guides/custom_model.md": 1100,
