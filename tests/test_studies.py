@@ -126,7 +126,7 @@ def test_a_changed_helper_module_is_another_setting(my_task, tmp_path):
     (tmp_path / "helper.py").write_text("OFFSET = 2\n")
     my_task.write_text("from helper import OFFSET\n" + COUNT.replace("2 + bits", "OFFSET + bits"))
     compare.main([*COMMAND, "--seeds", "0"])
-    (tmp_path / "helper.py").write_text("OFFSET = 3\n")
+    (tmp_path / "helper.py").write_text("OFFSET = 10\n")
     del sys.modules["my_task"], sys.modules["helper"]
     with pytest.raises(SystemExit, match=r"task ones \(my_task.py\)"):
         compare.main([*COMMAND, "--seeds", "0", "1"])

@@ -37,11 +37,8 @@ def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str]
         found = yaml.load(file.read_text(encoding="utf-8"), Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SystemExit(f"{file} isn't a valid study: {error}") from None
-    known = {
-        action.option_strings[0].removeprefix("--")
-        for action in parser._actions
-        if action.option_strings and action.dest not in ELSEWHERE
-    }
+    flags = vars(parser.parse_args(["--output_dir", "."]))
+    known = {"import" if name == "modules" else name for name in flags if name not in ELSEWHERE}
     if not isinstance(found, dict):
         raise SystemExit(f"{file} isn't a valid study. Use a mapping with keys of {', '.join(sorted(known))}.")
     made, own_tasks = [], {*TASKS, *(found.get("tasks") or [])} if isinstance(found.get("tasks"), list) else {*TASKS}
