@@ -133,6 +133,18 @@ def test_a_changed_helper_module_is_another_setting(my_task, tmp_path):
     del sys.modules["helper"]
 
 
+def test_a_changed_metric_of_another_module_is_another_setting(my_task, tmp_path):
+    """The digest covers scores, too."""
+    (tmp_path / "scoring.py").write_text("SCALE = 1\n")
+    my_task.write_text("from scoring import SCALE\n" + COUNT.replace("abs().double()", "abs().double() * SCALE"))
+    compare.main([*COMMAND, "--seeds", "0"])
+    (tmp_path / "scoring.py").write_text("SCALE = 10\n")
+    del sys.modules["my_task"], sys.modules["scoring"]
+    with pytest.raises(SystemExit, match=r"task ones \(my_task.py\)"):
+        compare.main([*COMMAND, "--seeds", "0", "1"])
+    del sys.modules["scoring"]
+
+
 def test_a_study_file_imports_its_task(my_task, tmp_path):
     (tmp_path / "study.yaml").write_text(
         "import: [my_task]\nmodels: [llama]\ntasks: [ones]\nlength: {ones: 3, copy: 2}\nkeep: last\ntable: [csv]\n"

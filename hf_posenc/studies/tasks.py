@@ -265,7 +265,7 @@ def source_file(task: Task) -> str:
 
 
 def version(name: str) -> dict[str, str]:
-    """A digest of a custom task's file, fields, and rows, by its name and file. Empty for built-in tasks."""
+    """A digest of a custom task's file, fields, rows, and metric, by its name and file. Empty for built-in tasks."""
     if name in BUILT_IN or name not in TASKS:
         return {}
     task, found = TASKS[name], hashlib.sha256()
@@ -274,7 +274,8 @@ def version(name: str) -> dict[str, str]:
     plain = [getattr(task, each.name) for each in fields(task) if not callable(getattr(task, each.name))]
     found.update(repr((plain, task.digest())).encode())
     for length in () if task.texts else (task.shortest, task.length):
-        for tensor in task.test(length, 4):
+        rows = task.test(length, 4)
+        for tensor in (*rows, *_trial_scores(task, rows[1])):
             found.update(repr(tensor.tolist()).encode())
     return {f"task {name} ({Path(file).name or 'no file'})": found.hexdigest()[:16]}
 
@@ -294,10 +295,16 @@ def check(name: str, task: Task, lengths: list[int], count: int = 8) -> None:
             )
         if not all(map(torch.equal, tested, task.test(length, count))):
             raise ValueError(f"{where}: test rows differ between two calls. Draw all random numbers from the generator.")
-        if callable(task.metric):
-            labels = aligned(tested[1], task.head)
-            for predictions in (labels.clamp(min=0), torch.zeros_like(labels)):
-                check_scores(where, task, task.metric(predictions, labels), len(labels))
+        for scores in _trial_scores(task, tested[1]):
+            check_scores(where, task, scores, len(tested[1]))
+
+
+def _trial_scores(task: Task, labels: Tensor) -> list[Tensor]:
+    """The scores of a custom metric for right predictions and for zeros."""
+    if not callable(task.metric):
+        return []
+    labels = aligned(labels, task.head)
+    return [task.metric(predictions, labels) for predictions in (labels.clamp(min=0), torch.zeros_like(labels))]
 
 
 def _check_rows(where: str, task: Task, rows: Rows, count: int | None) -> None:
