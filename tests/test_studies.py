@@ -190,6 +190,7 @@ def filled(which, row, value):
         ({"rows": filled(0, 2, -1)}, "row 2: the token at position 0 is -1"),
         ({"rows": filled(1, 5, 9)}, "row 5: the label at position 0 is 9"),
         ({"rows": filled(1, 6, IGNORED)}, "row 6: no token is scored"),
+        ({"rows": changed(lambda ids, labels: (ids % 2, 1 - ids % 2))}, "row 0: the label at position 0 is ., but the token"),
         ({"rows": changed(lambda ids, labels: (ids, labels[:, :-1]))}, r"labels have the shape \[8, 1\], but must have"),
         ({"rows": changed(lambda ids, labels: (ids.float(), labels))}, "the dtypes are torch.float32"),
         ({"rows": changed(lambda ids, labels: [ids, labels])}, "rows returned list"),

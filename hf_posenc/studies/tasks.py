@@ -334,6 +334,12 @@ def _check_rows(where: str, task: Task, rows: Rows, count: int | None) -> None:
                 f"{where}, row {row}: the {what} at position {place} is {values[row, place]}, but must be from 0 to "
                 f"{most - 1:,}."
             )
+    if task.head == CAUSAL:
+        for row, place in ((labels != IGNORED) & (labels != input_ids)).nonzero()[:1].tolist():
+            raise ValueError(
+                f"{where}, row {row}: the label at position {place} is {labels[row, place]}, but the token is "
+                f"{input_ids[row, place]}. Give the token itself, not the next one."
+            )
     unscored = (aligned(rows[1], task.head) == IGNORED).all(1)
     if count is None and not unscored.all():  # fixed test rows, such as pieces of a text, may include unscored ones
         return
