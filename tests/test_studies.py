@@ -1,6 +1,7 @@
 """hf_posenc.studies: custom tasks and their errors, texts and configs from files, saved models, and the formats of tables."""
 
 import csv
+import functools
 import io
 import json
 import subprocess
@@ -145,6 +146,45 @@ def test_a_changed_metric_of_another_module_is_another_setting(my_task, tmp_path
     del sys.modules["scoring"]
 
 
+def test_a_changed_helper_of_an_encoding_is_another_setting(tmp_path, monkeypatch, own_registry):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "steepness.py").write_text("RATE = 1\n")
+    (tmp_path / "steep.py").write_text(
+        "import hf_posenc\nfrom steepness import RATE\n\nclass Steep(hf_posenc.PositionEncoding, type='steep'):\n"
+        "    def distance_bias(self, distance):\n        return -RATE * distance.abs()[None].float()\n"
+    )
+    command = [*QUICK, "--import", "steep", "--models", "llama", "--tasks", "copy", "--encodings", "steep"]
+    command += ["--output_dir", "out"]
+    compare.main([*command, "--seeds", "0"])
+    (tmp_path / "steepness.py").write_text("RATE = 50\n")
+    with pytest.raises(SystemExit, match=r"encoding steep \(steep.py\)"):
+        compare.main([*command, "--seeds", "0", "1"])
+    del sys.modules["steep"], sys.modules["steepness"]
+
+
+def test_multiples_without_the_trained_length(tmp_path):
+    arguments = ["--models", "llama", "--tasks", "copy", "--encodings", "none", "--seeds", "0", "--output_dir", str(tmp_path)]
+    compare.main([*QUICK, *arguments, "--multiples", "2", "4"])
+    assert {row["multiple"] for row in records.read(tmp_path / "compare.json")["rows"]} == {2, 4}
+
+
+def test_models_that_diverged_get_no_scores_by_chance():
+    """The first of NaN logits is token 0, which may be right. Rows without a scored token don't count."""
+
+    class Ruined(torch.nn.Module):
+        def forward(self, input_ids, use_cache):
+            return type("Output", (), {"logits": torch.full((*input_ids.shape, 5), torch.nan)})
+
+    def share(predictions, labels):
+        return (predictions == labels).double().mean(1)
+
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert runs.measured(Ruined(), ids, ids, task_of(metric=share))["share"] == 0
+    labels = torch.stack([ids[0], torch.full((3,), IGNORED)])
+    assert runs.measured(Ruined(), ids, labels, task_of())["exact"] == 0
+
+
 def test_a_study_file_imports_its_task(my_task, tmp_path):
     (tmp_path / "study.yaml").write_text(
         "import: [my_task]\nmodels: [llama]\ntasks: [ones]\nlength: {ones: 3, copy: 2}\nkeep: last\ntable: [csv]\n"
@@ -155,6 +195,14 @@ def test_a_study_file_imports_its_task(my_task, tmp_path):
     (tmp_path / "study.yaml").write_text((tmp_path / "study.yaml").read_text().replace(", copy: 2", ""))
     parsed = compare.parse_arguments(arguments)
     assert (parsed.tasks, parsed.length, parsed.keep, parsed.table) == (["ones"], {"ones": 3}, "last", ["csv"])
+
+
+def one_number(predictions, labels):
+    return 0.5
+
+
+def accuracy(predictions, labels):
+    return (predictions == labels).double().mean(1)
 
 
 def not_finite(predictions, labels):
@@ -197,7 +245,7 @@ def filled(which, row, value):
         ({"rows": lambda length, count, generator: drawn(length, count, torch.default_generator)}, "differ between two calls"),
         ({"head": "labels"}, r"labels have the shape \[8, 2\], but must have \[8\]"),
         ({"metric": not_finite}, "row .: the metric not_finite is nan"),
-        ({"metric": lambda predictions, labels: 0.5}, "returned float for 8 rows"),
+        ({"metric": one_number}, "returned float for 8 rows"),
     ],
 )
 def test_invalid_rows_and_metrics_are_errors_before_training(changes, message, tmp_path, monkeypatch):
@@ -214,6 +262,9 @@ def test_invalid_rows_and_metrics_are_errors_before_training(changes, message, t
         ("copy", {}, "'copy' exists"),
         ("mine", {"metric": "exact_match"}, "did you mean 'exact match'"),
         ("mine", {"head": "encoder"}, "head='encoder'"),
+        ("mine", {"metric": accuracy}, "name is 'accuracy'"),
+        ("mine", {"metric": lambda predictions, labels: predictions}, "name is '<lambda>'"),
+        ("mine", {"metric": functools.partial(not_finite)}, "name is None"),
         ("mine", {"vocabulary": 0}, "vocabulary is 0"),
         ("mine", {"length": 2, "shortest": 3}, "length 2 is below shortest, 3"),
     ],
@@ -301,6 +352,12 @@ def test_kept_models(keep, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
     task = texts.task(tasks.TASKS["clm"])
     assert runs.measured(model, *task.test(16, 4), task) == before[f"{directory.name}.json"]["16"]
+    # A model of an earlier run of the same name isn't described as that of the current run.
+    (directory / "run.json").write_text((directory / "run.json").read_text().replace('"loss": ', '"loss": 1'))
+    (directory / records.FILE).unlink()
+    compare.main(command)
+    assert not (directory / records.FILE).exists()
+    compare.main([*command, "--keep", keep])
     # Its card has the study's table, and its tokenizer reads bytes.
     card = model_card(str(directory), "me/rope")
     assert "rope, this model" in card and "| none (mean of seeds 0, 1) |" in card and "16 bytes" in card
@@ -379,7 +436,7 @@ def test_p_values_agree_with_the_intervals():
     for shift in torch.linspace(0, 3, 40).tolist():
         mean = Mean(tuple((torch.randn(3, generator=generator) + shift).tolist()))
         assert (p_value(mean) < 0.05) == (abs(mean.mean) > mean.half)
-    assert p_value(Mean((0.0, 0.0))) == 1 and p_value(Mean((0.5, 0.5))) == 0
+    assert p_value(Mean((0.0, 0.0))) == p_value(Mean((0.5, 0.5))) == p_value(Mean((0.3 - 0.2, 0.4 - 0.3))) == 1
 
 
 @pytest.mark.parametrize("width, inches", [("one", 3.4), ("two", 7.0)])

@@ -4,7 +4,6 @@ A model's weights depend only on its config or directory and the seed, so all en
 """
 
 import hashlib
-import inspect
 import json
 import re
 import zlib
@@ -25,6 +24,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
+from hf_posenc.studies import versions
 from hf_posenc.studies.tasks import CAUSAL, LABELS, MASKED
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
@@ -67,13 +67,12 @@ class Encoding:
 
 
 def version(encoding: Encoding) -> dict[str, str]:
-    """A digest of each file that defines a custom encoding, by its name. Empty for encodings of hf_posenc."""
+    """A digest of the code of each custom encoding, by its name and file. Empty for encodings of hf_posenc."""
     kinds, found = hf_posenc.list_encodings(), {}
     for name in encoding.options["type"].split("+"):
         if name in kinds and not kinds[name].__module__.startswith("hf_posenc."):
-            file = inspect.getsourcefile(kinds[name])
-            code = Path(file).read_bytes() if file else b""
-            found[f"encoding {name} ({Path(file or 'no file').name})"] = hashlib.sha256(code).hexdigest()[:16]
+            module = kinds[name].__module__
+            found[f"encoding {name} ({Path(versions.source_of(module) or 'no file').name})"] = versions.digest(module)
     return found
 
 
@@ -164,7 +163,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def is_dropout(option: str) -> bool:
     """Whether a config option is a dropout probability."""
-    return "dropout" in option or option.endswith("_pdrop")
+    return "dropout" in option or "layerdrop" in option or option.endswith("_pdrop")
 
 
 def directory_of(model: str) -> str | None:

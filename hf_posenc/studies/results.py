@@ -77,7 +77,7 @@ class Results:
         """The number of runs with a non-finite loss in training or at L."""
         runs = [self.records[task, label, seed] for seed in self.seeds(task, label)]
         at_length = str(self.trained_length(task))
-        return sum(None in run.get("losses", []) or run["scores"][at_length].get("loss", 0.0) is None for run in runs)
+        return sum(None in run.get("losses", []) or run["scores"].get(at_length, {}).get("loss", 0.0) is None for run in runs)
 
     def trained_length(self, task: str) -> int:
         """L of a task that has runs."""

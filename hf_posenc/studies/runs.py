@@ -125,7 +125,7 @@ def run(
         "cpu_seconds": round(time.process_time() - started, 1),
     }
     if save_to:
-        saving.save_trained(model, setup.model, task, save_to)
+        saving.save_trained(model, setup.model, task, record, save_to)
     return record
 
 
@@ -192,7 +192,9 @@ def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, task: Task) -> dict[str, float | None]:
-    """The scores of the answers. A decoder predicts each token from the correct tokens before it. NaN logits count as wrong.
+    """The scores of the answers. A decoder predicts each token from the correct tokens before it.
+
+    NaN logits count as wrong. Custom metrics get the prediction -1 for them.
 
     exact: share of rows whose answer has no wrong token. Greedy decoding would get the same answers right.
     tokens: token accuracy. loss: in nats per token, or None if it isn't finite. A custom metric has its own name.
@@ -207,12 +209,13 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, task: Ta
         right.append((predictions == wanted) & ~logits.isnan().any(-1))
         losses.append(negative_log_likelihood(logits, wanted))
         if callable(task.metric):
-            scores.append(task.metric(predictions, wanted))
+            failed = logits.isnan().any(-1)
+            scores.append(task.metric(predictions.masked_fill(failed, -1), wanted))
             tasks.check_scores("The test rows", task, scores[-1], len(wanted))
     scored, found, loss = aligned(labels, task.head) != IGNORED, torch.cat(right), torch.cat(losses)
     own = {task.measures[0]: torch.cat(scores).double().mean().item()} if scores else {}
     return {
-        "exact": (found | ~scored).all(1).double().mean().item(),
+        "exact": (found | ~scored).all(1)[scored.any(1)].double().mean().item(),
         "tokens": found[scored].double().mean().item(),
         "loss": finite(loss[scored].double().mean().item()),
         **own,

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
-from hf_posenc.studies import models, tasks
+from hf_posenc.studies import models, saving, tasks
 from hf_posenc.studies.models import Encoding
 from hf_posenc.studies.results import descending_score
 from hf_posenc.studies.runs import Setup, Training, process_state, run
@@ -170,7 +170,7 @@ def prune(directory: Path, study: Study) -> dict[Path, Record]:
         best = study.keep != "best" or seed in kept(study, done, task, each.label)
         if not best and not (path / records.FILE).exists():
             shutil.rmtree(path)
-        elif (task, each.label, seed) in done:
+        elif (task, each.label, seed) in done and saving.belongs(path, done[task, each.label, seed]):
             found[path] = done[task, each.label, seed]
     return found
 
@@ -215,7 +215,7 @@ def _is_missing(planned: Planned, study: Study, done: Mapping[tuple[str, str, in
     _, task, each, seed = planned
     if (task, each.label, seed) not in done:
         return True
-    return seed in kept(study, done, task, each.label) and not model_of(*planned).is_dir()
+    return seed in kept(study, done, task, each.label) and not saving.belongs(model_of(*planned), done[task, each.label, seed])
 
 
 def _outcomes(

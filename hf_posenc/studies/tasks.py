@@ -14,7 +14,6 @@ Shapes: B rows, N length of the task, T tokens per row, P scored positions per r
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from hf_posenc.encodings import did_you_mean
+from hf_posenc.studies import versions
 
 IGNORED = -100
 """The label of a token that isn't scored."""
@@ -37,6 +37,8 @@ CAUSAL, MASKED, LABELS = "causal", "masked", "labels"
 EXACT_MATCH, ACCURACY, PERPLEXITY = "exact match", "accuracy", "perplexity"
 MEASURES = {EXACT_MATCH: ("exact", "tokens"), ACCURACY: ("accuracy",), PERPLEXITY: ("perplexity",)}
 """Metric of a task -> the names of its scores."""
+RESERVED = ("exact", "tokens", "accuracy", "perplexity", "loss")
+"""Names of scores that a custom metric can't have."""
 
 Rows = tuple[Tensor, Tensor]
 """input_ids `[B, T]` and labels: `[B, T]` with tokens or IGNORED, or `[B]` for a task with LABELS. Both are int64."""
@@ -234,6 +236,13 @@ def register_task(name: str, task: Task) -> None:
             f"Task {name!r}: metric={task.metric!r} isn't available{hint}. Use {', '.join(map(repr, MEASURES))}, or a function "
             "of predictions and labels."
         )
+    if callable(task.metric):
+        metric = getattr(task.metric, "__name__", None)
+        if metric is None or not metric.isidentifier() or metric in RESERVED:
+            raise ValueError(
+                f"Task {name!r}: the metric's name is {metric!r}. Define a function whose name isn't one of "
+                f"{', '.join(RESERVED)}, because it names the score."
+            )
     if task.head not in (CAUSAL, MASKED, LABELS):
         raise ValueError(f"Task {name!r}: head={task.head!r} isn't available. Use 'causal', 'masked', or 'labels'.")
     for field in ("vocabulary", "classes", "length", "batch_size", "shortest"):
@@ -255,29 +264,23 @@ def get_task(name: str) -> Task:
 
 def source_file(task: Task) -> str:
     """The file that defines a task's rows, or an empty string if there is none."""
-    rows = task.rows
-    while isinstance(rows, functools.partial):
-        rows = rows.func
-    try:
-        return inspect.getsourcefile(inspect.unwrap(rows)) or ""
-    except TypeError:  # an object with __call__
-        return inspect.getsourcefile(type(rows)) or ""
+    return str(versions.source_of(versions.module_of(task.rows)) or "")
 
 
 def version(name: str) -> dict[str, str]:
-    """A digest of a custom task's file, fields, rows, and metric, by its name and file. Empty for built-in tasks."""
+    """A digest of a custom task's code, fields, rows, and metric, by its name and file. Empty for built-in tasks."""
     if name in BUILT_IN or name not in TASKS:
         return {}
     task, found = TASKS[name], hashlib.sha256()
-    if file := source_file(task):
-        found.update(Path(file).read_bytes())
+    functions = [value for each in fields(task) if callable(value := getattr(task, each.name))]
+    found.update(versions.digest(*map(versions.module_of, functions)).encode())
     plain = [getattr(task, each.name) for each in fields(task) if not callable(getattr(task, each.name))]
-    found.update(repr((plain, task.digest())).encode())
+    found.update(repr((plain, task.digest(), task.measures)).encode())
     for length in () if task.texts else (task.shortest, task.length):
-        rows = task.test(length, 4)
-        for tensor in (*rows, *_trial_scores(task, rows[1])):
+        drawn, tested = task.rows(length, 4, torch.Generator().manual_seed(0)), task.test(length, 4)
+        for tensor in (*drawn, *tested, *_trial_scores(task, tested[1])):
             found.update(repr(tensor.tolist()).encode())
-    return {f"task {name} ({Path(file).name or 'no file'})": found.hexdigest()[:16]}
+    return {f"task {name} ({Path(source_file(task)).name or 'no file'})": found.hexdigest()[:16]}
 
 
 def check(name: str, task: Task, lengths: list[int], count: int = 8) -> None:
