@@ -122,28 +122,17 @@ def test_a_changed_task_is_another_setting(my_task, change):
         compare.main(command)
 
 
-def test_a_changed_helper_module_is_another_setting(my_task, tmp_path):
-    """The digest covers drawn rows, which a helper can change."""
-    (tmp_path / "helper.py").write_text("OFFSET = 2\n")
-    my_task.write_text("from helper import OFFSET\n" + COUNT.replace("2 + bits", "OFFSET + bits"))
+@pytest.mark.parametrize("code, use", [("2 + bits", "HELP + bits"), ("abs().double()", "abs().double() * HELP")])
+def test_a_changed_helper_module_is_another_setting(my_task, tmp_path, code, use):
+    """The settings cover modules that the task's rows or its metric use."""
+    (tmp_path / "helper.py").write_text("HELP = 2\n")
+    my_task.write_text("from helper import HELP\n" + COUNT.replace(code, use))
     compare.main([*COMMAND, "--seeds", "0"])
-    (tmp_path / "helper.py").write_text("OFFSET = 10\n")
+    (tmp_path / "helper.py").write_text("HELP = 10\n")
     del sys.modules["my_task"], sys.modules["helper"]
     with pytest.raises(SystemExit, match=r"task ones \(my_task.py\)"):
         compare.main([*COMMAND, "--seeds", "0", "1"])
     del sys.modules["helper"]
-
-
-def test_a_changed_metric_of_another_module_is_another_setting(my_task, tmp_path):
-    """The digest covers scores, too."""
-    (tmp_path / "scoring.py").write_text("SCALE = 1\n")
-    my_task.write_text("from scoring import SCALE\n" + COUNT.replace("abs().double()", "abs().double() * SCALE"))
-    compare.main([*COMMAND, "--seeds", "0"])
-    (tmp_path / "scoring.py").write_text("SCALE = 10\n")
-    del sys.modules["my_task"], sys.modules["scoring"]
-    with pytest.raises(SystemExit, match=r"task ones \(my_task.py\)"):
-        compare.main([*COMMAND, "--seeds", "0", "1"])
-    del sys.modules["scoring"]
 
 
 def test_a_changed_helper_of_an_encoding_is_another_setting(tmp_path, monkeypatch, own_registry):

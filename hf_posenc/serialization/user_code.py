@@ -24,7 +24,7 @@ PACKAGE_COPY = "posenc_package"
 _PARSING = threading.Lock()
 
 
-def parsed(source: str) -> ast.Module:
+def parsed(source: str | bytes) -> ast.Module:
     """`ast.parse`, in one thread at a time.
 
     CPython 3.11 raises SystemError if two threads build trees (its issue 106905).
@@ -62,7 +62,7 @@ class UserCode:
     def add_class(self, cls: type) -> None:
         """Adds the file that defines a class. Raises ValueError if there is no file or it can't be copied."""
         started = cls.__module__ in ("__main__", "__mp_main__")  # multiprocessing uses the second
-        path = None if started else _file(cls.__module__)
+        path = None if started else file_of(cls.__module__)
         if path is None:
             place = "a notebook or a script that was started" if started else "no file"
             raise ValueError(
@@ -101,7 +101,7 @@ class UserCode:
         imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
         tops = {name.partition(".")[0] for name in imported} - {PACKAGE}
-        if own := sorted(top for top in tops if top == module.partition(".")[0] or _is_own(top)):
+        if own := sorted(top for top in tops if top == module.partition(".")[0] or is_own(top)):
             raise ValueError(
                 f"{path} can't be saved with the model: it imports {', '.join(own)} by full name, which other machines don't "
                 "have. Put the files into one directory, and import them relatively (from .helpers import …)."
@@ -129,9 +129,9 @@ class UserCode:
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
         except ImportError:
             return []
-        path, modules, names = _file(source), [], []
+        path, modules, names = file_of(source), [], []
         for alias in node.names:
-            found = _file(f"{source}.{alias.name}") if _is_module(source, alias.name) else None
+            found = file_of(f"{source}.{alias.name}") if _is_module(source, alias.name) else None
             if found is None:
                 names.append(alias)
             else:
@@ -151,7 +151,7 @@ class UserCode:
 
     def _ours(self, module: str) -> str:
         """The copy from which an hf-posenc module is imported. Outside encodings/, it is that of the whole package."""
-        if module != ENCODINGS and not (module.startswith(f"{ENCODINGS}.") and _file(module)):
+        if module != ENCODINGS and not (module.startswith(f"{ENCODINGS}.") and file_of(module)):
             module = PACKAGE
         self.ours.add(module)
         return flat(module)
@@ -184,7 +184,7 @@ def _edited(module: str, source: str) -> str | None:
     return None
 
 
-def _is_own(top: str) -> bool:
+def is_own(top: str) -> bool:
     """Whether a top-level module is a user's file, not part of Python or an installed package."""
     if top in (*sys.stdlib_module_names, "torch", "transformers"):
         return False
@@ -204,10 +204,10 @@ def _is_module(package: str, name: str) -> bool:
     """Whether `from package import name` imports a module of the package, not a name that the package defines."""
     full = f"{package}.{name}"
     value = getattr(sys.modules.get(package), name, None)
-    return _file(full) is not None if value is None else value is sys.modules.get(full)
+    return file_of(full) is not None if value is None else value is sys.modules.get(full)
 
 
-def _file(module: str) -> Path | None:
+def file_of(module: str) -> Path | None:
     """The Python file of a module, which may not be imported yet. None if it has none."""
     try:
         found = sys.modules.get(module) or importlib.util.find_spec(module)

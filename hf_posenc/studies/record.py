@@ -1,13 +1,12 @@
 """The record of a study, compare.json: settings, a row for each score, and the table of means and paired differences."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
 from hf_posenc.studies.results import Mean, Results
-from hf_posenc.studies.runs import times
+from hf_posenc.studies.runs import finite, times
 from hf_posenc.studies.study import Study
 from hf_posenc.studies.tasks import Task
 
@@ -54,7 +53,8 @@ def as_record(
     left_out: model -> tasks that it has no head for.
     """
     baseline = next((label for part in parts for _, _, label in part.scores()), None)
-    table = [_summary(part, *key, length, multiple, baseline) for part, key, multiple, length in _cells(parts)]
+    cells = _cells(parts)
+    table = [_summary(part, *key, length, multiple, baseline) for part, key, multiple, length in cells]
     _mark_significant(table, correction)
     return {
         "versions": {name: version(name) for name in ("hf-posenc", "torch", "transformers")},
@@ -64,8 +64,8 @@ def as_record(
         "correction": correction,
         "table": table,
         "rows": [
-            {**_where(part, *key, length, multiple), "seed": seed, "value": _finite(value)}
-            for part, key, multiple, length in _cells(parts)
+            {**_where(part, *key, length, multiple), "seed": seed, "value": finite(value)}
+            for part, key, multiple, length in cells
             for seed, value in _values(part, *key, length).items()
         ],
     }
@@ -98,9 +98,9 @@ def _summary(part: Part, task: str, metric: str, label: str, length: int, multip
     return {
         **_where(part, task, metric, label, length, multiple),
         "seeds": len(mean.values),
-        "mean": _finite(mean.mean),
+        "mean": finite(mean.mean),
         "half_width": mean.half,
-        "difference": None if gap is None else _finite(gap.mean),
+        "difference": None if gap is None else finite(gap.mean),
         "difference_half_width": None if gap is None else gap.half,
         "p": None if gap is None or gap.half is None else p_value(gap),
         "max_length": results.ends(task, label),
@@ -156,7 +156,3 @@ def runs_of(part: Part) -> Record:
     """The numbers of planned and finished runs, and their processor time."""
     seconds = [run["cpu_seconds"] for run in part.results.records.values()]
     return {"planned": len(part.study.runs()), "finished": len(seconds), "cpu_seconds": round(sum(seconds))}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

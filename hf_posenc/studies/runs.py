@@ -204,13 +204,13 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, task: Ta
     right, losses, scores = [], [], []
     for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
         logits = logits_of(model, rows.to(process_state().device), task.head).cpu()
-        wanted, predictions = aligned(answers, task.head), logits.argmax(-1)
+        wanted = aligned(answers, task.head)
         # argmax returns the first NaN, which may be the correct token.
-        right.append((predictions == wanted) & ~logits.isnan().any(-1))
+        predictions = logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
+        right.append(predictions == wanted)
         losses.append(negative_log_likelihood(logits, wanted))
         if callable(task.metric):
-            failed = logits.isnan().any(-1)
-            scores.append(task.metric(predictions.masked_fill(failed, -1), wanted))
+            scores.append(task.metric(predictions, wanted))
             tasks.check_scores("The test rows", task, scores[-1], len(wanted))
     scored, found, loss = aligned(labels, task.head) != IGNORED, torch.cat(right), torch.cat(losses)
     own = {task.measures[0]: torch.cat(scores).double().mean().item()} if scores else {}

@@ -20,7 +20,7 @@ def describe(record: Mapping[str, Any], parts: Mapping[str, Part], output: Path)
     """
     for label, part in parts.items():
         directory = output / models.file_name(label)
-        for path, run in study.prune(directory, part.study).items():
+        for path, run in study.prune(directory, part.study, part.results.records).items():
             records.write(path / records.FILE, _evaluation(record, part, label, run))
 
 

@@ -14,6 +14,11 @@ from hf_posenc.studies import models
 from hf_posenc.studies.tasks import Task
 from hf_posenc.studies.texts import BYTES
 
+RUN = "run.json"
+"""The file of a saved model with the record of its run."""
+COMPARED = ("scores", "losses", "digests")
+"""Entries that identify the run of a saved model."""
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of models that read bytes: a token's ID is its byte. The mask token comes after the bytes."""
@@ -26,12 +31,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="<mask>")
     assert made.mask_token_id == BYTES
     return made
-
-
-RUN = "run.json"
-"""The file of a saved model with the record of its run."""
-COMPARED = ("scores", "losses", "digests")
-"""Entries that identify the run of a saved model."""
 
 
 def save_trained(model: PreTrainedModel, name: str, task: Task, record: dict[str, Any], directory: Path) -> None:

@@ -3,6 +3,7 @@
 Runs are distributed over the processes of `carry_out` or of Accelerate's launcher.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -102,6 +103,7 @@ def finished(directory: Path, study: Study) -> dict[tuple[str, str, int], Record
     Raises SystemExit if a run in the directory has other settings.
     """
     planned, found = {(task, each.label, seed) for task, each, seed in study.runs()}, {}
+    settings = functools.cache(study.settings)  # digests of custom code take time
     for file in sorted((directory / RUNS).glob("*.json")):
         try:
             record = records.read(file)
@@ -110,7 +112,7 @@ def finished(directory: Path, study: Study) -> dict[tuple[str, str, int], Record
             raise SystemExit(
                 f"{file} is not the record of a run ({error!r}). Remove it, or choose another --output_dir."
             ) from None
-        now = study.settings(*key[:2])
+        now = settings(*key[:2])
         if differing := [name for name in now if before.get(name) != now[name]]:
             raise SystemExit(f"{file} {_difference(differing, before, now)}")
         if key in planned:
@@ -157,12 +159,12 @@ def kept(study: Study, done: Mapping[tuple[str, str, int], Record], task: str, l
     return [*study.seeds] if study.keep else []
 
 
-def prune(directory: Path, study: Study) -> dict[Path, Record]:
+def prune(directory: Path, study: Study, done: Mapping[tuple[str, str, int], Record]) -> dict[Path, Record]:
     """Remove saved models that aren't the best ones. Returns the directories of the others, with their records.
 
     Models with an evaluation.json belong to a finished study, and are never removed.
     """
-    done, found = finished(directory, study), {}
+    found = {}
     for task, each, seed in study.runs():
         path = model_of(directory, task, each, seed)
         if not path.is_dir():
@@ -224,8 +226,8 @@ def _outcomes(
     def arguments(planned: Planned) -> tuple[Any, ...]:
         directory, task, each, seed = planned
         study = studies[directory]
-        saved = study.keep in ("best", "all") or (study.keep == "last" and seed == study.seeds[-1])
-        return study.setup, study.trainings[task], task, each, seed, model_of(*planned) if saved else None
+        saved = model_of(*planned) if seed in kept(study, {}, task, each.label) else None
+        return study.setup, study.trainings[task], task, each, seed, saved
 
     if processes == 1 or len(missing) < 2:
         torch.set_num_threads(1)

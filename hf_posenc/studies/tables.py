@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.markup import escape
 from rich.table import Table
@@ -64,6 +64,13 @@ def sections(
             rows += [(label, [UNSUPPORTED, *[""] * (len(multiples) - 1)]) for label in own["unsupported"]]
         if rows:
             yield Section(f"{heading}: {NAMES.get(metric, metric)}", rows)
+
+
+def titled_sections(record: Record, bold: Callable[[str], str], plus_minus: str = " ± ") -> Iterator[Section]:
+    """The sections of means and then of differences, whose headings name the baseline."""
+    yield from sections(record, bold, False, plus_minus)
+    for section in sections(record, bold, True, plus_minus):
+        yield replace(section, heading=f"{section.heading}, difference from {record['baseline']}")
 
 
 def _order(row: Record, sign: int) -> float:
@@ -145,13 +152,11 @@ def as_csv(record: Record) -> str:
 
 def as_markdown(record: Record) -> str:
     headings = [f"{each:g} L" for each in multiples_of(record)]
-    lines = []
-    for differences in (False, True):
-        for section in sections(record, lambda text: f"**{text}**", differences):
-            title = f"{section.heading}, difference from {record['baseline']}" if differences else section.heading
-            lines += [f"**{title}**", "", f"| encoding | {' | '.join(headings)} |", "|---" * (len(headings) + 1) + "|"]
-            lines += [f"| {' | '.join([f'`{name}`', *cells])} |" for name, cells in section.rows]
-            lines.append("")
+    lines: list[str] = []
+    for section in titled_sections(record, lambda text: f"**{text}**"):
+        lines += [f"**{section.heading}**", "", f"| encoding | {' | '.join(headings)} |", "|---" * (len(headings) + 1) + "|"]
+        lines += [f"| {' | '.join([f'`{name}`', *cells])} |" for name, cells in section.rows]
+        lines.append("")
     return "\n".join([*lines, caption(record)]) + "\n"
 
 
@@ -162,13 +167,11 @@ def as_latex(record: Record) -> str:
     lines = ["% Needs \\usepackage{booktabs}.", "\\begin{table}", "  \\centering", f"  \\caption{{{_tex(caption(record))}}}"]
     lines += [f"  \\begin{{tabular}}{{l{'r' * len(multiples)}}}", "    \\toprule"]
     lines.append(f"    {' & '.join(['', *(f'${each:g}L$' for each in multiples)])} \\\\")
-    for differences in (False, True):
-        for section in sections(record, _bold_tex, differences, " \\pm "):
-            title = f"{section.heading}, difference from {record['baseline']}" if differences else section.heading
-            lines += ["    \\midrule", f"    \\multicolumn{{{width}}}{{l}}{{\\emph{{{_tex(title)}}}}} \\\\"]
-            for name, cells in section.rows:
-                shown = [cell if cell in ("", UNSUPPORTED) else f"${_math(cell)}$" for cell in cells]
-                lines.append(f"    {' & '.join([_tex(name), *shown])} \\\\")
+    for section in titled_sections(record, _bold_tex, " \\pm "):
+        lines += ["    \\midrule", f"    \\multicolumn{{{width}}}{{l}}{{\\emph{{{_tex(section.heading)}}}}} \\\\"]
+        for name, cells in section.rows:
+            shown = [cell if cell in ("", UNSUPPORTED) else f"${_math(cell)}$" for cell in cells]
+            lines.append(f"    {' & '.join([_tex(name), *shown])} \\\\")
     return "\n".join([*lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}"]) + "\n"
 
 

@@ -4,20 +4,17 @@ import ast
 import hashlib
 import importlib.util
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
-INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
+from hf_posenc.serialization.user_code import file_of, is_ours, is_own, parsed
 
 
 def source_of(name: str) -> Path | None:
     """The file of an imported module of the user. None for installed modules, built-in ones, and those without a file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None or not file.endswith(".py") or name.partition(".")[0] == "hf_posenc":
+    if name not in sys.modules or is_ours(name) or not is_own(name.partition(".")[0]):
         return None
-    path = Path(file).resolve()
-    return None if INSTALLED & {*path.parents} or not path.is_file() else path
+    return file_of(name)
 
 
 def digest(*names: str) -> str:
@@ -36,7 +33,7 @@ def _imports(name: str, source: bytes) -> list[str]:
     """The names in a module's import statements. Some may be attributes of modules."""
     package = getattr(sys.modules[name], "__package__", None) or ""
     found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
