@@ -11,6 +11,8 @@ BASELINE = "none"
 """The encoding whose line is gray and dashed."""
 PANELS = {"one": 1, "two": 3}
 """Columns of a page -> panels per row."""
+AXIS, CHARACTER = 0.6, 0.075
+"""The width of a panel's vertical axis, and of a character of its title, in inches."""
 ONE_COLUMN = 3.4
 """The width of one column of a two-column page in inches."""
 NAMES = {"exact": "exact match", "tokens": "token accuracy"}
@@ -48,13 +50,13 @@ def study(
     labels = list(dict.fromkeys(row["encoding"] for panel in found for row in panel.rows))
     columns = min(PANELS[width], len(found))
     rows = math.ceil(len(found) / columns)
-    inches = ONE_COLUMN if width == "one" else WIDTH * max(0.6, columns / PANELS[width])
+    inches = ONE_COLUMN if width == "one" else WIDTH
     in_legend = max(1, int(inches / 1.7))
     size = (inches, 0.55 + 2.1 * rows + 0.2 * math.ceil(len(labels) / in_legend))
     sheet = Sheet(size, rows, columns, dark=dark, path=path)
     styles = styles_of(sheet, labels)
     for axis, panel in zip(panels(sheet.axes, len(found)), found, strict=True):
-        panel.draw(sheet, axis, styles)
+        panel.draw(sheet, axis, styles, int((inches / columns - AXIS) / CHARACTER))
     sheet.legend(columns=in_legend)
     return sheet.finish()
 
@@ -69,7 +71,8 @@ class Panel:
         self.rows = [row for row in record["table"] if where.items() <= row.items()]
         self.values = [row for row in record["rows"] if where.items() <= row.items()]
 
-    def draw(self, sheet: Sheet, axis: Any, styles: dict[str, dict[str, Any]]) -> None:
+    def draw(self, sheet: Sheet, axis: Any, styles: dict[str, dict[str, Any]], characters: int) -> None:
+        """Draw the panel. characters: the length of a line of its title."""
         lengths = sorted({row["length"] for row in self.rows})
         means = {label: [self._mean(label, length) for length in lengths] for label in styles if self._has(label)}
         for label, line in means.items():
@@ -89,7 +92,7 @@ class Panel:
         elif self.metric in ("exact", "tokens", "accuracy"):
             axis.set_ylim(0, 1.03)
         axis.set_ylabel(NAMES.get(self.metric, self.metric))
-        sheet.title(axis, _wrapped(", ".join(filter(None, (self.model, self.task)))), NORMAL)
+        sheet.title(axis, _wrapped(", ".join(filter(None, (self.model, self.task))), characters), NORMAL)
 
     def _has(self, label: str) -> bool:
         return any(row["encoding"] == label for row in self.rows)
@@ -124,7 +127,7 @@ def _check(record: Mapping[str, Any], width: str) -> None:
         raise ValueError("The record has no finished run. Run hf-posenc compare again to resume the study.")
 
 
-def _wrapped(text: str, width: int = 34) -> str:
+def _wrapped(text: str, width: int) -> str:
     """A title in lines of at most `width` characters, divided at spaces and slashes, so that nothing is clipped."""
     lines = [""]
     for word in text.replace("/", "/\0").replace(" ", " \0").split("\0"):
