@@ -33,7 +33,7 @@ LIMITS = {
     "docs/reference/model_notes.md": 1100,
     "docs/reference/extend_methods.md": 740,
     "docs/reference/cli.md": 430,
-    "docs/reference/position_context.md": 450,
+    "docs/reference/position_context.md": 460,
     "docs/reference/api.md": 130,
     "docs/reference/hub.md": 750,
     "docs/reference/versions.md": 550,
