@@ -176,8 +176,6 @@ def fills(name: str, model: PreTrainedModel, found: tuple[np.ndarray, np.ndarray
 
 def predicting(folder: Path) -> dict[str, Any]:
     original = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32).eval()
-    original.hf_quantizer = None  # it was read from a quantized file, and is float32 now
-    del original.config.quantization_config
     tokenizer = required_tokenizer(str(folder), gguf_file=GGUF)
     evaluation, training = stdlib_corpus.split()
     documents = [tokenizer(module.document, verbose=False, return_tensors="pt")["input_ids"][0] for module in evaluation]

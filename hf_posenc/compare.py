@@ -40,7 +40,7 @@ from hf_posenc.diagnostics.figures import require_matplotlib
 from hf_posenc.evaluation import records, terminals, text_files
 from hf_posenc.plots.study_curves import study as draw
 from hf_posenc.serialization.atomic import write_text
-from hf_posenc.studies import files, flags, models, saved_models, selection, study, tables, tasks
+from hf_posenc.studies import evaluations, files, flags, models, selection, study, tables, tasks
 from hf_posenc.studies.record import Part, as_record
 from hf_posenc.studies.results import Results
 from hf_posenc.studies.runs import Setup, process_state
@@ -165,7 +165,7 @@ def write(arguments: argparse.Namespace, parts: list[Part], left_out: dict[str, 
         name, content = tables.written(record, form)
         write_text(output / name, content)
     draw(record, path=output / "compare.png")
-    saved_models.describe(record, {part.study.label: part for part in parts}, output)
+    evaluations.describe(record, {part.study.label: part for part in parts}, output)
 
 
 def run(arguments: argparse.Namespace, write: Write) -> None:

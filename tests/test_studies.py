@@ -10,13 +10,20 @@ import sys
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+)
 from typer.main import get_command
 
 from hf_posenc import cli, compare, plots
 from hf_posenc.evaluation import records
 from hf_posenc.hub.cards import model_card
-from hf_posenc.studies import IGNORED, Task, models, register_task, runs, saving, study, tables, tasks, texts
+from hf_posenc.studies import IGNORED, Task, models, register_task, runs, study, tables, tasks, texts, trained_models
 from hf_posenc.studies.record import _mark_significant, p_value
 from hf_posenc.studies.results import Mean
 
@@ -184,6 +191,10 @@ def test_a_study_file_imports_its_task(my_task, tmp_path):
     (tmp_path / "study.yaml").write_text((tmp_path / "study.yaml").read_text().replace(", copy: 2", ""))
     parsed = compare.parse_arguments(arguments)
     assert (parsed.tasks, parsed.length, parsed.keep, parsed.table) == (["ones"], {"ones": 3}, "last", ["csv"])
+    assert compare.parse_arguments([*arguments, "--keep", "none"]).keep is None
+    (tmp_path / "study.yaml").write_text("encodings: []\n")
+    with pytest.raises(SystemExit, match="encodings is empty"):
+        compare.parse_arguments(arguments)
 
 
 def one_number(predictions, labels):
@@ -192,6 +203,10 @@ def one_number(predictions, labels):
 
 def accuracy(predictions, labels):
     return (predictions == labels).double().mean(1)
+
+
+def broken(predictions, labels):
+    return {}["x"]
 
 
 def not_finite(predictions, labels):
@@ -235,6 +250,8 @@ def filled(which, row, value):
         ({"head": "labels"}, r"labels have the shape \[8, 2\], but must have \[8\]"),
         ({"metric": not_finite}, "row .: the metric not_finite is nan"),
         ({"metric": one_number}, "returned float for 8 rows"),
+        ({"rows": changed(lambda ids, labels: ids[99])}, r"'mine', length 1: IndexError: .*test_studies.py, line \d+"),
+        ({"metric": broken}, r"'mine', length 1, metric: KeyError: 'x' \(.*test_studies.py, line \d+"),
     ],
 )
 def test_invalid_rows_and_metrics_are_errors_before_training(changes, message, tmp_path, monkeypatch):
@@ -307,6 +324,23 @@ def test_a_model_of_a_config_file(tmp_path):
         compare.main([*command, "--output_dir", str(tmp_path / "out")])
 
 
+def test_a_checkpoint_with_another_number_of_labels(tmp_path):
+    """Its head is new, like a missing one."""
+    config = BertConfig(vocab_size=40, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    assert models.new_weights(str(tmp_path), "labels", 5) == ["classifier.bias", "classifier.weight"]
+    assert models.new_weights(str(tmp_path), "labels", 2) == []
+    model = models.stock(f"checkpoint:{tmp_path}", None, 40, 8, 0, "labels", classes=5)
+    assert model.config.num_labels == len(model.classifier.weight) == 5
+
+
+def test_nothing_is_random_in_subconfigs():
+    config = AutoConfig.for_model("llava")
+    config.text_config.attention_dropout = config.text_config.router_jitter_noise = 0.1
+    models.without_dropout(config)
+    assert config.text_config.attention_dropout == config.text_config.router_jitter_noise == 0
+
+
 @pytest.mark.parametrize("keep", ["best", "last", "all"])
 def test_kept_models(keep, tmp_path):
     """Saved models are those of the records, also after an interruption and after --keep is added to a finished study."""
@@ -359,7 +393,7 @@ def test_kept_models(keep, tmp_path):
 
 
 def test_the_byte_tokenizer_knows_all_bytes():
-    tokenizer = saving.byte_tokenizer()
+    tokenizer = trained_models.byte_tokenizer()
     text = bytes(range(256)).decode("latin-1")
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == [*text.encode()] and tokenizer.mask_token_id == texts.MASK
 
@@ -410,7 +444,8 @@ def test_holm_correction():
     """p-values 0.01, 0.02, 0.04 become 0.03, 0.04, 0.04. With 0.03 in third place of four tests, nothing changes the order."""
     made = [{"p": p} for p in (0.04, 0.01, None, 0.02)]
     _mark_significant(made, "holm")
-    assert [each["p"] and round(each["p"], 4) for each in made] == [0.04, 0.03, None, 0.04]
+    assert [each["p_holm"] and round(each["p_holm"], 4) for each in made] == [0.04, 0.03, None, 0.04]
+    assert [each["p"] for each in made] == [0.04, 0.01, None, 0.02]
     made = [{"p": p} for p in (0.02, 0.03, 0.03)]
     _mark_significant(made, "holm")
     assert [each["significant"] for each in made] == [False] * 3
@@ -449,6 +484,14 @@ def test_the_figure_has_the_width_of_a_page_and_nothing_is_clipped(width, inches
     assert (tmp_path / "study.svg").read_text().startswith("<?xml")
 
 
+def test_the_figure_of_a_directory_as_pdf(tmp_path):
+    """PDF files have TrueType fonts. Publishers reject Type 3 fonts."""
+    records.write(tmp_path / "compare.json", SMALL)
+    with pytest.raises(SystemExit) as stopped:
+        get_command(cli.app)(["plot", "study", str(tmp_path), "--output", str(tmp_path / "study.pdf")])
+    assert not stopped.value.code and b"/Type3" not in (tmp_path / "study.pdf").read_bytes()
+
+
 def test_the_metric_of_a_figure():
     with pytest.raises(ValueError, match="'f1'. It has exact"):
         plots.study(SMALL, metric="f1")
@@ -475,7 +518,7 @@ def test_the_command_of_the_package(my_task, tmp_path, capsys):
     assert stopped.value.code == 2 and "There is no task 'copi' (did you mean 'copy'?)" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         app(["compare", "--help"])
-    assert not stopped.value.code and "--correction {holm}" in capsys.readouterr().out
+    assert not stopped.value.code and "--correction {holm,none}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ def _encodings(
     return [given_encoding(each, option or []) for each in encodings]
 
 
-def _record(record: Annotated[Path, typer.Argument(help="JSON record of the script.")]) -> Any:
-    return read_json(record)
+def _record(record: Annotated[Path, typer.Argument(help="JSON record, or the directory of a study.")]) -> Any:
+    return read_json(record / "compare.json" if record.is_dir() else record)
 
 
 def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL_OR_RESULT)], **options: Any) -> Any:

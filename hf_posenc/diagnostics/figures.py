@@ -3,7 +3,7 @@
 Diagnostics import this module to draw their results.
 
 Figures are created without pyplot, because its state is shared by all threads and some backends need a display. They also
-don't use rcParams, which are global. Each artist gets its color and size explicitly.
+don't depend on rcParams, which are global. Each artist gets its color and size explicitly.
 """
 
 import os
@@ -87,7 +87,10 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     form = file.suffix.lower().removeprefix(".")
     # Without a date, equal figures are equal files.
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
-    with atomic_file(file, "wb") as opened:
+    from matplotlib import rc_context
+
+    # Publishers reject PDF files with Type 3 fonts, matplotlib's default. There is no other way to choose TrueType fonts.
+    with atomic_file(file, "wb") as opened, rc_context({"pdf.fonttype": 42}):
         figure.savefig(opened, format=form, dpi=DPI, metadata=undated)
 
 

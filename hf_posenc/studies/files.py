@@ -46,10 +46,12 @@ def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str]
         if key not in known:
             hint = did_you_mean(key, known)
             raise SystemExit(f"{file}: {key!r} isn't a key of a study{hint}. Use {', '.join(sorted(known))}.")
+        if value in ([], {}):
+            raise SystemExit(f"{file}: {key} is empty. Give at least one value, or omit the key for its default.")
         if tasks is not None and key in PER_TASK and isinstance(value, dict):
             value = {task: each for task, each in value.items() if task in tasks or task not in own_tasks}
-        texts = _texts(file, key, value)
-        made += [f"--{key}", *texts] if texts else []
+        if texts := _texts(file, key, value):  # settings of other tasks only
+            made += [f"--{key}", *texts]
     return made
 
 

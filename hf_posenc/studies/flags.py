@@ -17,6 +17,8 @@ from hf_posenc.training.flags import at_least
 Number = TypeVar("Number", int, float)
 PER_TASK = {"length": 1, "steps": 0, "batch_size": 1}
 """Flags with a value per task -> minimum value."""
+NONE = "none"
+"""The value of --keep and --correction that turns off what a study file says."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -46,9 +48,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         add(f"--{name}", type=at_least(1), default=value, help=f"size of tiny models; default: {value}")
     add("--processes", type=at_least(1), default=1, help="number of parallel runs, each with one thread")
     kept = "; ".join(f"{name}: {what}" for name, what in KEEP.items())
-    add("--keep", choices=KEEP, help=f"save trained models next to their runs; {kept}; default: none")
+    add("--keep", choices=[*KEEP, NONE], default=NONE, help=f"save trained models next to their runs; {kept}; default: none")
     add("--table", nargs="+", choices=tables.WRITERS, default=[], help="also write the table in these formats")
-    add("--correction", choices=[HOLM], help="correct the significance of differences for multiple comparisons; default: no")
+    correction = "correct the significance of differences for multiple comparisons; default: none"
+    add("--correction", choices=[HOLM, NONE], default=NONE, help=correction)
     add("--report_only", action="store_true", help="only tables and figures of the finished runs")
     add("--output_dir", type=Path, required=True)
     return made
@@ -60,6 +63,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     Raises SystemExit if a module can't be imported.
     """
     begin(arguments)
+    for name in ("keep", "correction"):
+        setattr(arguments, name, None if getattr(arguments, name) == NONE else getattr(arguments, name))
     arguments.tasks = arguments.tasks or [*tasks.TASKS]
     for name in ("tasks", "seeds", "encodings", "models"):
         given = getattr(arguments, name, None) or []

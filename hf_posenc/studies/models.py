@@ -154,16 +154,18 @@ def stock(
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Disable dropout. It would differ between encodings that consume random numbers and others."""
+    """Disable dropout and router noise, which would differ between encodings that consume random numbers and others."""
     for name, value in vars(config).items():
-        if isinstance(value, float) and is_dropout(name):
+        if isinstance(value, PreTrainedConfig):
+            without_dropout(value)
+        elif isinstance(value, float) and is_dropout(name):
             setattr(config, name, 0.0)
     return config
 
 
 def is_dropout(option: str) -> bool:
-    """Whether a config option is a dropout probability."""
-    return "dropout" in option or "layerdrop" in option or option.endswith("_pdrop")
+    """Whether a config option is a dropout probability, or the noise of a router."""
+    return any(word in option for word in ("dropout", "layerdrop", "jitter_noise")) or option.endswith("_pdrop")
 
 
 def directory_of(model: str) -> str | None:
@@ -199,7 +201,8 @@ def new_weights(directory: str, head: str, classes: int = 2) -> list[str]:
     """The weights that a checkpoint lacks for a head. They are initialized at random from the seed."""
     config = without_dropout(AutoConfig.from_pretrained(directory, num_labels=classes))
     kind = HEADS[head][type(config)]
-    return sorted(kind.from_pretrained(directory, config=config, output_loading_info=True)[1]["missing_keys"])
+    found = kind.from_pretrained(directory, config=config, output_loading_info=True, ignore_mismatched_sizes=head == LABELS)[1]
+    return sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
 
 
 def _loaded(directory: str, head: str, classes: int) -> PreTrainedModel:
@@ -207,7 +210,8 @@ def _loaded(directory: str, head: str, classes: int) -> PreTrainedModel:
     if head == LABELS and config.pad_token_id is None:
         tokenizer = required_tokenizer(directory)
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return HEADS[head][type(config)].from_pretrained(directory, config=config, dtype=torch.float32)
+    kind = HEADS[head][type(config)]
+    return kind.from_pretrained(directory, config=config, dtype=torch.float32, ignore_mismatched_sizes=head == LABELS)
 
 
 def files_digest(path: str) -> str:

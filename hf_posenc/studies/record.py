@@ -88,7 +88,7 @@ def _summary(part: Part, task: str, metric: str, label: str, length: int, multip
     """The mean over seeds, the paired difference from the baseline over common seeds, and half the width of both intervals.
 
     max_length: maximum length of the encoding in tokens, or None. diverged: number of runs with a non-finite loss.
-    p: of a two-sided paired t-test, or None. `significant` is added later.
+    p: of a two-sided paired t-test, or None. `p_holm` and `significant` are added later.
     """
     results = part.results
     mean = results.mean(task, label, length, metric)
@@ -119,14 +119,19 @@ def p_value(difference: Mean) -> float:
 
 
 def _mark_significant(table: list[Record], correction: str | None) -> None:
-    """Add `significant` to each row: whether the interval of its difference excludes 0, or with Holm's correction, p < 0.05."""
+    """Add to each row Holm's corrected `p_holm`, and `significant`: whether the interval of its difference excludes 0.
+
+    With Holm's correction, a difference is significant if p_holm < 0.05.
+    """
     tested = sorted((row for row in table if row["p"] is not None), key=lambda row: row["p"])
     adjusted = 0.0
     for place, row in enumerate(tested):
         adjusted = max(adjusted, min(1.0, row["p"] * (len(tested) - place)))
-        row["p"] = adjusted if correction == HOLM else row["p"]
+        row["p_holm"] = adjusted
     for row in table:
-        row["significant"] = row["p"] is not None and row["p"] < LEVEL
+        row.setdefault("p_holm", None)
+        p = row["p_holm" if correction == HOLM else "p"]
+        row["significant"] = p is not None and p < LEVEL
 
 
 def _settings(part: Part, left_out: list[str]) -> Record:

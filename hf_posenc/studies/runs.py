@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc.studies import models, saving, tasks, texts
+from hf_posenc.studies import models, tasks, texts, trained_models
 from hf_posenc.studies.models import Encoding, Sizes
 from hf_posenc.studies.tasks import CAUSAL, IGNORED, LABELS, Task, aligned
 
@@ -125,7 +125,7 @@ def run(
         "cpu_seconds": round(time.process_time() - started, 1),
     }
     if save_to:
-        saving.save_trained(model, setup.model, task, record, save_to)
+        trained_models.save_trained(model, setup.model, task, record, save_to)
     return record
 
 

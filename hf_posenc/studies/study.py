@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,7 +22,7 @@ from transformers.utils import logging
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
-from hf_posenc.studies import models, saving, tasks
+from hf_posenc.studies import models, tasks, trained_models
 from hf_posenc.studies.models import Encoding
 from hf_posenc.studies.results import descending_score
 from hf_posenc.studies.runs import Setup, Training, process_state, run
@@ -125,7 +126,7 @@ def _difference(differing: list[str], before: Record, now: Record) -> str:
     name, *others = differing
     also = f" ({', '.join(others)} {'differs' if len(others) == 1 else 'differ'}, too)" if others else ""
     if name.startswith(("task ", "encoding ")):
-        what = f"was created with another version of the {name}{also}. Its code or its rows have changed"
+        what = f"was created with another version of the {name}{also}. Its code{' or rows' * name.startswith('task ')} changed"
         return f"{what}: restore it, or choose another --output_dir."
     return (
         f"was created with {name}={before.get(name)!r}, and now it is {now[name]!r}{also}. All runs of a study have the same "
@@ -172,7 +173,7 @@ def prune(directory: Path, study: Study, done: Mapping[tuple[str, str, int], Rec
         best = study.keep != "best" or seed in kept(study, done, task, each.label)
         if not best and not (path / records.FILE).exists():
             shutil.rmtree(path)
-        elif (task, each.label, seed) in done and saving.belongs(path, done[task, each.label, seed]):
+        elif (task, each.label, seed) in done and trained_models.belongs(path, done[task, each.label, seed]):
             found[path] = done[task, each.label, seed]
     return found
 
@@ -196,6 +197,8 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     mine = missing[state.process_index :: state.num_processes]
     failed: dict[str, str] = {}
     start = len(every) - len(missing)
+    if start and state.is_main_process:
+        print(f"{start} of {len(every)} runs are finished. The other {len(missing)} start now.", file=sys.stderr)
     bar = ProgressBar(total=start + len(mine), initial=start, desc="runs", unit="run", disable=not state.is_main_process)
     with bar:
         for planned, outcome in _outcomes(studies, mine, processes, modules):
@@ -217,7 +220,9 @@ def _is_missing(planned: Planned, study: Study, done: Mapping[tuple[str, str, in
     _, task, each, seed = planned
     if (task, each.label, seed) not in done:
         return True
-    return seed in kept(study, done, task, each.label) and not saving.belongs(model_of(*planned), done[task, each.label, seed])
+    return seed in kept(study, done, task, each.label) and not trained_models.belongs(
+        model_of(*planned), done[task, each.label, seed]
+    )
 
 
 def _outcomes(

@@ -20,7 +20,7 @@ NAMES = {"exact": f"{EXACT_MATCH} of the whole answer", "tokens": "token accurac
 """Metric -> its name in headings, if it differs."""
 COLUMNS = (
     *("model", "task", "metric", "encoding", "length", "multiple", "seeds", "mean", "half_width"),
-    *("difference", "difference_half_width", "p", "significant", "max_length", "diverged"),
+    *("difference", "difference_half_width", "p", "p_holm", "significant", "max_length", "diverged"),
 )
 """The columns of the CSV table."""
 

@@ -14,9 +14,11 @@ Shapes: B rows, N length of the task, T tokens per row, P scored positions per r
 
 import functools
 import hashlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -287,9 +289,9 @@ def check(name: str, task: Task, lengths: list[int], count: int = 8) -> None:
     """Raises ValueError that names the row, if a task's rows or its metric are invalid at one of the lengths."""
     for length in lengths:
         where = f"Task {name!r}, length {length:,}"
-        drawn = task.rows(length, count, torch.Generator().manual_seed(0))
+        drawn = _called(where, task.rows, length, count, torch.Generator().manual_seed(0))
         _check_rows(where, task, drawn, count)
-        tested = task.test(length, count)
+        tested = _called(f"{where}, test rows", task.test, length, count)
         _check_rows(f"{where}, test rows", task, tested, None if task.test_rows else count)
         if tested[0].shape[1] != drawn[0].shape[1]:
             raise ValueError(
@@ -298,8 +300,18 @@ def check(name: str, task: Task, lengths: list[int], count: int = 8) -> None:
             )
         if not all(map(torch.equal, tested, task.test(length, count))):
             raise ValueError(f"{where}: test rows differ between two calls. Draw all random numbers from the generator.")
-        for scores in _trial_scores(task, tested[1]):
+        for scores in _called(f"{where}, metric", _trial_scores, task, tested[1]):
             check_scores(where, task, scores, len(tested[1]))
+
+
+def _called(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a task's function. Raises ValueError that names the line if the function raises an error."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # any error of the user's code
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{line.filename}, line {line.lineno}"
+        raise ValueError(f"{where}: {type(error).__name__}: {error} ({place}).") from error
 
 
 def _trial_scores(task: Task, labels: Tensor) -> list[Tensor]:
