@@ -1,6 +1,6 @@
 """The claims about supported models: the script that checks them, its stored output, and the page that quotes it."""
 
-import csv
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -177,11 +177,27 @@ def test_the_pages_quote_the_result():
     refused = PAGE.read_text().partition("### Unsupported")[2].partition("\n\n### ")[0].splitlines()
     remedies = [line.split(" | ")[-1] for line in refused if line.startswith("| ")][1:]
     assert len(remedies) > 5 and not any(len(remedy) < 12 or "models.md" in remedy for remedy in remedies), remedies
-    with KEPT.with_suffix(".csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = check_support.read_csv(KEPT.with_suffix(".csv"))
     assert headline.startswith(f"{sum(row['support'] == 'all' for row in rows)} of ") and len(
         {row["family"] for row in rows}
     ) == len(rows)
+
+
+def test_changes_since_the_kept_file_are_printed(tmp_path):
+    """For example those of another version of Transformers. Equal rows print nothing."""
+    passed = check_support.Verdict("bert", "bert", source="learned", encodings=checks.ENCODINGS, checks={"cache": "passed"})
+    gone = check_support.Verdict("old", "old", reason="unsupported attention")
+    check_support.write_csv(tmp_path / "kept.csv", check_support.rows([passed, gone]))
+    before = check_support.read_csv(tmp_path / "kept.csv")
+    assert check_support.changes(before, check_support.rows([passed, gone])) == "0 families have changed"
+    failed = dataclasses.replace(passed, checks={"cache": checks.FAILED})
+    lines = check_support.changes(before, check_support.rows([failed, dataclasses.replace(gone, folder="new")])).splitlines()
+    assert lines == [
+        "3 families have changed",
+        "    new: new, unsupported unsupported attention",
+        "    old: no longer there, before: unsupported",
+        "    bert: support 'all' -> 'not verified', cache 'passed' -> 'FAILED'",
+    ]
 
 
 def test_inputs_of_recipes_are_arguments():

@@ -9,6 +9,9 @@ A model family is a modeling directory of Transformers. It counts if one of its 
 `hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that can't run is "skipped", and
 then the model type doesn't count.
 
+With --csv_file, it first prints what has changed since the file was written, for example with another version of Transformers.
+With --types, the file isn't written.
+
 A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.
 """
 
@@ -239,19 +242,47 @@ def _folders(group: list[Verdict]) -> str:
     return ", ".join(each.folder for each in group)
 
 
-def write_csv(path: Path, verdicts: Iterable[Verdict]) -> None:
-    """Write one row per modeling directory, with the patched submodel, its original positions, and the results or the error."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["family", "model_type", "submodel", "support", "positions", *checks.CHECKS, "without", "reason"])
+COLUMNS = ("family", "model_type", "submodel", "support", "positions", *checks.CHECKS, "without", "reason")
+
+
+def rows(verdicts: Iterable[Verdict]) -> list[dict[str, str]]:
+    """One row per modeling directory, with the patched submodel, its original positions, and the results or the error."""
+    found = []
     for each in families(verdicts):
         support = "all" if each.verified else "additive" if each.embeds_only else "not verified" if each.taken else ""
         support = support or ("unsupported" if each.reason else "not tested")
         results = [each.checks.get(name, "") for name in checks.CHECKS]
         without = " ".join(name for name in checks.ENCODINGS if name not in each.encodings) if each.taken else ""
         reason = each.reason or each.unbuilt or each.crash
-        writer.writerow([each.folder, each.kind, each.part, support, each.source, *results, without, reason])
+        values = (each.folder, each.kind, each.part, support, each.source, *results, without, reason)
+        found.append(dict(zip(COLUMNS, values, strict=True)))
+    return found
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def write_csv(path: Path, found: list[dict[str, str]]) -> None:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
     write_text(path, file.getvalue())
+
+
+def changes(before: list[dict[str, str]], now: list[dict[str, str]]) -> str:
+    """What differs between the rows of two runs: families that are new or gone, and values of the others."""
+    old, new = ({row["family"]: row for row in found} for found in (before, now))
+    lines = [f"    {family}: new, {new[family]['support']} {new[family]['reason']}" for family in sorted({*new} - {*old})]
+    lines += [f"    {family}: no longer there, before: {old[family]['support']}" for family in sorted({*old} - {*new})]
+    for family in sorted({*old} & {*new}):
+        differing = [name for name in COLUMNS if (old[family].get(name) or "") != new[family][name]]
+        if differing:
+            values = (f"{name} {old[family].get(name) or 'nothing'!r} -> {new[family][name]!r}" for name in differing)
+            lines.append(f"    {family}: {', '.join(values)}")
+    return "\n".join([f"{len(lines)} families have changed", *(line.rstrip() for line in lines)])
 
 
 def remedy_for(verdict: Verdict) -> str:
@@ -316,7 +347,13 @@ def main() -> None:
     if args.output_file:
         write_text(args.output_file, page)
     if args.csv_file:
-        write_csv(args.csv_file, verdicts)
+        found = rows(verdicts)
+        if args.csv_file.exists():
+            judged_now = {row["family"] for row in found}
+            kept_rows = [row for row in read_csv(args.csv_file) if not args.types or row["family"] in judged_now]
+            print(changes(kept_rows, found))
+        if not args.types:
+            write_csv(args.csv_file, found)
     if args.docs_file:
         write_tables(args.docs_file, verdicts)
     for path in args.quoted_in:
