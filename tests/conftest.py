@@ -20,6 +20,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import hf_posenc
 import models
+from hf_posenc.encodings.context import CURRENT
 from launcher import Launcher
 from memory import poison_empty
 from models import LENGTH, VOCABULARY
@@ -67,6 +68,13 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def no_forward_pass_stays_open():
+    """Otherwise, layers that are called later, outside of a forward pass, would use its positions."""
+    yield
+    assert CURRENT.context is CURRENT.outer_call is None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -609,6 +609,7 @@ def sees(window, *captions):
         assert image.evaluate("image => image.naturalWidth") > 300
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_an_encoding_and_its_options(tab):
     sees(tab, "Vectors", "Some columns of the vectors", "Dot products of the vectors")

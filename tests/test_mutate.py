@@ -78,6 +78,7 @@ def toy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_tested_line_is_killed_and_an_untested_one_survives(toy, monkeypatch):
     command = [sys.executable, "-m", "tools.mutate", "--packages", "toy", "--mutants", "9", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
