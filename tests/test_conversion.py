@@ -317,6 +317,45 @@ def test_saved_and_reloaded(tmp_path):
     assert_equal(first(hf_posenc.unpatch(again)(**batch())), first(model(**batch())))
 
 
+@pytest.mark.parametrize("host", ["bart", "t5", slow("marian"), slow("mbart")])
+@pytest.mark.parametrize("where", [None, "encoder", "decoder"])
+@torch.no_grad()
+def test_encoder_decoders(host, where, tmp_path):
+    """The decoder reads the texts after its start token. It is calibrated with the hidden states of the calibrated encoder."""
+    model = stock(host, decoder_start_token_id=2)
+    before, source = copy.deepcopy(model.state_dict()), batch()["input_ids"]
+    target = torch.cat([torch.full((TEXTS, 1), 2), source[:, :-1]], dim=1)
+    original = model(input_ids=source, decoder_input_ids=target)
+    _, new = convert(model, "relative", max_distance=REACH, where=where)
+    report = hf_posenc.inspect(new).calibration
+    assert len(report.kl_after) == (4 if where is None else 2)
+    assert sum(report.kl_after) < sum(report.kl_before) and report.agreement >= report.agreement_before - 1e-3
+    found = new(input_ids=source, decoder_input_ids=target)
+    name = "encoder_last_hidden_state" if where == "encoder" else "last_hidden_state"
+    cosine = torch.nn.functional.cosine_similarity(found[name], original[name], dim=-1).mean()
+    assert cosine.item() == pytest.approx(report.agreement, abs=1e-3)
+    if where == "decoder":
+        assert_equal(found.encoder_last_hidden_state, original.encoder_last_hidden_state)
+    new.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert_equal(first(again(input_ids=source, decoder_input_ids=target)), first(found))
+    assert hf_posenc.inspect(again).calibration == report
+    assert_equal(model.state_dict(), before)
+    assert_equal(first(hf_posenc.unpatch(new)(input_ids=source, decoder_input_ids=target)), first(original))
+
+
+def test_padding_in_an_encoder_decoder():
+    """Padding on the right of some texts changes neither the parameters nor the report."""
+    model, ids = stock("bart"), batch()["input_ids"]
+    one = [{"input_ids": ids[:3]}, {"input_ids": ids[3:, :20]}]
+    other = copy.deepcopy(one)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[:, 20:] = 0
+    other[1] = {"input_ids": ids[3:].masked_fill(mask == 0, 7), "attention_mask": mask}
+    models = [convert(model, "relative", texts=texts, max_distance=REACH)[1] for texts in (one, other)]
+    assert_equal(*(each.state_dict() for each in models))
+
+
 def test_experts_in_the_feed_forward_block(tmp_path):
     """The last projection belongs to a shared expert with output `[tokens, D]`. It isn't fitted, but it is saved."""
     _, new = convert(tiny("Qwen2MoeModel"), "relative", max_distance=REACH)
@@ -486,6 +525,13 @@ def test_refuses(texts, words, more):
             model, **{"encoding": "relative", **({} if "encoding" in more else {"max_distance": REACH}), **more}, texts=texts
         )
     assert_equal(model.state_dict(), before)
+
+
+def test_refuses_cross_attention_and_other_inputs():
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="cross-attention"):
+        convert("bart", "relative", max_distance=REACH, where=["encoder", "cross"])
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="WhisperModel doesn't only read tokens"):
+        convert(tiny("WhisperModel"), "relative", max_distance=REACH, where="decoder")
 
 
 def test_refuses_what_is_no_original():

@@ -134,7 +134,8 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
 
     def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         tensors = [each for each in output if isinstance(each, Tensor)]
-        found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square), None)
+        # T5's attentions also return their biases, which have the same shape for one text.
+        found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square and _sums_to_1(each)), None)
         if found is None:
             raise UnsupportedModelError(
                 f"{type(stack).__name__}.{path} doesn't return its attention probabilities, which calibration needs",
@@ -150,6 +151,12 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
         original.states = states(stack, batch, output_attentions=True)
     return original
+
+
+def _sums_to_1(tensor: Tensor) -> bool:
+    """Whether the last dimension contains probabilities, up to the rounding of 16-bit floats."""
+    sums = tensor.float().sum(-1)
+    return bool(torch.allclose(sums, torch.ones_like(sums), atol=0.05)) and float(tensor.min()) >= 0
 
 
 def calibrate(

@@ -3,8 +3,9 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,8 @@ TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
 texts, and number of texts to choose from."""
 ENOUGH = 32
 """Minimum number of token pairs for each bias row."""
+FIRST = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+"""Config fields with the first token of a decoder, by priority."""
 
 
 def convert(
@@ -59,6 +62,9 @@ def convert(
     (`hf_posenc.conversion.calibration`). The other parameters are shared and unchanged, so the result of `unpatch` is
     bit-identical to the original. `inspect(model).calibration` reports how closely the model matches the original.
 
+    In an encoder-decoder, the encoder is calibrated first, and then the decoder, which reads the same texts, shifted by one
+    token. Stacks that `where` doesn't name keep their positions.
+
     Encodings without parameters (fixed slopes of `alibi`, frequencies of `rope`) can't be fitted; for these, only the mean
     vectors are. Biases have `per_layer=True` by default, because separate parameters fit much better.
 
@@ -75,7 +81,7 @@ def convert(
         calibration_length: number of tokens to which they are truncated, up to the maximum lengths of both models. None: 256,
             or twice `max_distance`, up to these lengths. Longer texts bring the hidden states of long inputs closer to the
             original's. Time and memory grow with the square of the length.
-        max_length, **options: as in `patch`, including `submodel`.
+        max_length, **options: as in `patch`, including `submodel` and `where`.
 
     Raises:
         ValueError: as in `patch`. calibration_texts or calibration_length is invalid. There are no texts, or they are too short
@@ -134,37 +140,89 @@ def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: b
             f"{spec.type!r} only adds vectors to the inputs, but calibration fits biases in attention. Use an encoding with a "
             "bias, or patch the model and train it (python -m hf_posenc.training.distill)."
         )
-    original = _twin(model)
-    stacks = detection.find_all(original if spec.submodel is None else detection.submodel(original, spec.submodel))
-    if len(stacks) > 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(stacks)} stacks with their own positions, and calibration supports one",
-            reason="several stacks",
-            remedy="Patch the model, then train it.",
-        )
-    found = next(iter(stacks.values()))
-    if not reads_tokens(found.stack):
-        raise UnsupportedModelError(
-            f"{type(found.stack).__name__} doesn't read tokens, which calibration needs",
-            reason="no tokens to calibrate on",
-            remedy="Patch the model, then train it.",
-        )
-    stack = next(module for module in patched.modules() if structure.is_patched(module))
-    _refuse_odd_attentions(found)
-    length = _wanted_length(spec, found, amount[1])
+    pairs = _pairs(_twin(model), patched, spec)
+    usable = min((pair.found.usable_length for pair in pairs if pair.found.usable_length is not None), default=None)
+    length = _wanted_length(spec, usable, amount[1])
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), amount[0], length, model.device)
-    for batch in filter(None, (chosen, held_out)):
-        check_ids(batch["input_ids"], found.stack.get_input_embeddings(), "texts")
-    _check_coverage(stack, chosen)
-    report = _calibrated(stack, found, chosen, held_out, offsets.range_count(found.usable_length) if by_range else 1)
-    specs.write(patched.config, replace(spec, calibration=report))
-    if spec.submodel is not None:
-        inner = detection.submodel(patched, spec.submodel)
-        for part in (each for each in inner.modules() if isinstance(each, PosEncModelMixin)):
-            specs.write(part.config, replace(part.config.position_spec, calibration=report))
+    for pair in pairs:
+        for batch in filter(None, (chosen, held_out)):
+            check_ids(batch["input_ids"], pair.found.stack.get_input_embeddings(), "texts")
+        _check_coverage(pair.stack, chosen)
+    report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range else 1)
+    # Submodels can have their own configs, and the stacks of T5 have copies.
+    for part in (patched, *(each for each in pairs[0].patched.modules() if isinstance(each, PosEncModelMixin))):
+        specs.write(part.config, replace(part.config.position_spec, calibration=report))
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A stack to calibrate.
+
+    found, stack: the original one, and that of the patched model.
+    original, patched: the models, or submodels, that contain them.
+    """
+
+    found: structure.Structure
+    stack: Any
+    original: Any
+    patched: Any
+
+    @property
+    def reads_an_encoder(self) -> bool:
+        return self.found.role == "decoder" and bool(getattr(self.original.config, "is_encoder_decoder", False))
+
+    def of_original(self, texts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inputs of the original stack for a batch of texts."""
+        return _for_decoder(self.original, texts) if self.reads_an_encoder else texts
+
+    def of_patched(self, texts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inputs of the patched stack."""
+        return _for_decoder(self.patched, texts) if self.reads_an_encoder else texts
+
+
+def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
+    """The stacks to calibrate, encoders first. Raises UnsupportedModelError if one can't be calibrated."""
+    name = type(original).__name__
+    if "cross" in spec.where:
+        raise UnsupportedModelError(
+            f"where={[*spec.where]} of {name} includes cross-attention, which calibration doesn't support",
+            reason="cross-attention",
+            remedy="Choose 'encoder', 'decoder', or both, or patch the model and train it.",
+        )
+    if spec.submodel is not None:
+        original, patched = (detection.submodel(model, spec.submodel) for model in (original, patched))
+    stacks = detection.find_all(original, spec.where)
+    pairs = [_Pair(found, patched.get_submodule(path), original, patched) for path, found in stacks.items()]
+    pairs.sort(key=lambda pair: pair.found.role != "encoder")
+    for pair in pairs:
+        if not reads_tokens(pair.found.stack) or (pair.reads_an_encoder and not reads_tokens(original.get_encoder())):
+            raise UnsupportedModelError(
+                f"{name} doesn't only read tokens, which calibration needs",
+                reason="no tokens to calibrate on",
+                remedy="Patch the model, then train it.",
+            )
+        _refuse_odd_attentions(pair.found)
+    if len(pairs) > 1 and not getattr(original.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} has {len(pairs)} stacks with their own positions, and calibration supports several only in an "
+            "encoder-decoder",
+            reason="several stacks",
+            remedy="Patch the model, then train it.",
+        )
+    return pairs
+
+
+def _for_decoder(model: Any, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of the decoder of an encoder-decoder for texts that both read. The decoder reads them shifted by one token."""
+    ids, mask = texts["input_ids"], texts.get("attention_mask")
+    starts = (getattr(model.config, name, None) for name in FIRST)
+    start = next((each for each in starts if each is not None), int(ids[0, 0]))
+    inputs = {"input_ids": torch.cat([ids.new_full((len(ids), 1), start), ids[:, :-1]], dim=1)}
+    inputs["encoder_hidden_states"] = calibration.states(model.get_encoder(), texts)
+    return inputs if mask is None else {**inputs, "attention_mask": mask, "encoder_attention_mask": mask}
 
 
 def _with_own_layers(encoding: Any, options: dict[str, Any], per_layer: bool) -> dict[str, Any]:
@@ -202,11 +260,11 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
                 )
 
 
-def _wanted_length(spec: Any, found: structure.Structure, asked: int | None) -> int:
+def _wanted_length(spec: Any, usable: int | None, asked: int | None) -> int:
     """The length of calibration texts in tokens: `asked`, or at least twice `max_distance`, within both maximum lengths."""
     parts = spec.encoding.by_part(dict(spec.options)).values()
     reach = max(options.get("max_distance", 0) for options in parts)
-    limits = {"the original model's maximum length": found.usable_length, "max_length": spec.max_length}
+    limits = {"the original model's maximum length": usable, "max_length": spec.max_length}
     for name, limit in limits.items():
         if asked is not None and limit is not None and asked > limit:
             raise ValueError(
@@ -270,34 +328,19 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def _calibrated(
-    stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor], ranges: int
-) -> Calibration:
-    measured = held_out or batch
-    with torch.no_grad():
-        original = calibration.observed(found.stack, tuple(found.attentions), tuple(contributions(found)), batch)
-        states = calibration.states(found.stack, measured) if held_out else original.states
-    if not original.states[real_tokens(batch)].isfinite().all():
-        raise ValueError(
-            "The hidden states of the original model contain NaN or infinite values for these texts. Check that its weights "
-            "are finite, or convert it in float32."
-        )
-    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
-    _install_offsets(stack, contributions(found, ranges))
-    is_training = {module: module.training for module in stack.modules()}
-    implementation = stack.config._attn_implementation
-    stack.set_attn_implementation("eager")
-    stack.eval()
-    try:
-        before = _agreement(stack, measured, states)
-        total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
-        with ProgressBar(total=total, desc="calibrating", unit="attention", leave=False) as bar:
-            divergences = calibration.calibrate(stack, original, batch, bar.update)
-        after = _agreement(stack, measured, states)
-    finally:
-        stack.set_attn_implementation(implementation)
-        for module, training in is_training.items():
-            module.training = training
+@torch.no_grad()
+def _calibrated(pairs: Sequence[_Pair], batch: dict[str, Tensor], held_out: dict[str, Tensor], ranges: int) -> Calibration:
+    """Calibrate stacks one after another. The agreement is that of the last one, which includes those before."""
+    measured, last, divergences = held_out or batch, pairs[-1], list[tuple[float, float]]()
+    states = calibration.states(last.found.stack, last.of_original(measured))
+    for pair in pairs:
+        # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+        _install_offsets(pair.stack, contributions(pair.found, ranges))
+    with _as_original([pair.stack for pair in pairs]):
+        before = _agreement(last, measured, states)
+        for pair in pairs:
+            divergences += _calibrated_stack(pair, batch)
+        after = _agreement(last, measured, states)
     real = real_tokens(batch).sum(1)
     return Calibration(
         texts=len(real),
@@ -312,10 +355,40 @@ def _calibrated(
     )
 
 
-@torch.no_grad()
-def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
+def _calibrated_stack(pair: _Pair, batch: dict[str, Tensor]) -> list[tuple[float, float]]:
+    """Calibrate a stack. Returns the divergence of each attention, before and after."""
+    found = pair.found
+    original = calibration.observed(found.stack, tuple(found.attentions), tuple(contributions(found)), pair.of_original(batch))
+    if not original.states[real_tokens(batch)].isfinite().all():
+        raise ValueError(
+            "The hidden states of the original model contain NaN or infinite values for these texts. Check that its weights "
+            "are finite, or convert it in float32."
+        )
+    total = sum(map(len, original.attentions.values())) * calibration.runs(original, pair.stack)
+    with ProgressBar(total=total, desc="calibrating", unit="attention", leave=False) as bar:
+        return calibration.calibrate(pair.stack, original, pair.of_patched(batch), bar.update)
+
+
+@contextmanager
+def _as_original(stacks: Sequence[Any]) -> Iterator[None]:
+    """Set stacks to eval mode and eager attention, like the original, and restore both."""
+    is_training = {module: module.training for stack in stacks for module in stack.modules()}
+    implementations = [stack.config._attn_implementation for stack in stacks]
+    try:
+        for stack in stacks:
+            stack.set_attn_implementation("eager")
+            stack.eval()
+        yield
+    finally:
+        for stack, implementation in zip(stacks, implementations, strict=True):
+            stack.set_attn_implementation(implementation)
+        for module, training in is_training.items():
+            module.training = training
+
+
+def _agreement(pair: _Pair, batch: Mapping[str, Tensor], states: Tensor) -> float:
     """The mean cosine similarity of hidden states with those of the original."""
-    ours = calibration.states(stack, batch)
+    ours = calibration.states(pair.stack, pair.of_patched(batch))
     cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
     return float(cosine[real_tokens(batch)].mean())
 
