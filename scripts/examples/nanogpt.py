@@ -34,7 +34,9 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(config.n_embd), CausalSelfAttention(config), nn.LayerNorm(config.n_embd)
-        self.mlp = nn.Sequential(nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd))
+        self.mlp = nn.Sequential(
+            nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd)
+        )
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
