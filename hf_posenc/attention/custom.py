@@ -104,4 +104,4 @@ def install(module: Any) -> None:
 
 
 def call_attention(module: nn.Module, args: Any) -> None:
-    """A hook without an effect of its own. With a hook, nn.TransformerEncoderLayer calls its attention, not a fused kernel."""
+    """A hook that does nothing. With any hook, nn.TransformerEncoderLayer calls its attention instead of a fused kernel."""

@@ -176,9 +176,9 @@ class InterceptQK(TorchFunctionMode):
                 f"{type(self.module).__name__} adds a key to those of the tokens, which has no position. Create it without "
                 "add_bias_kv and add_zero_attn."
             )
-        packed = (None,) * 3 if in_proj_weight is None else in_proj_weight.chunk(3)
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else packed
-        biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        packed: Any = (None,) * 3 if in_proj_weight is None else in_proj_weight.chunk(3)
+        weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else packed
+        biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
         given = zip((query, key, value), weights, biases, strict=True)
         # [L, B, D] -> [B, H, L, E]
         query, key, value = (linear(*each).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in given)
