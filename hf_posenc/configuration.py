@@ -538,7 +538,7 @@ def _without_rope(config: Any, written: dict[str, Any], path: str = "") -> Itera
     """The path and the file's form of a config and its sub-configs, if all of their original positions are replaced."""
     if hasattr(type(config), "position_spec") and config.position_encoding is not None and read(config).replaces_all:
         yield path, written
-    for name in config.sub_configs:
+    for name in part_names(config):
         part, found = getattr(config, name, None), written.get(name)
         if isinstance(part, PreTrainedConfig) and isinstance(found, dict):
             yield from _without_rope(part, found, f"{path}{name}.")
@@ -568,9 +568,15 @@ def put_back(written: dict[str, Any]) -> dict[str, Any]:
     return written
 
 
+def part_names(config: Any) -> list[str]:
+    """The names of a config's sub-configs, also of those that its class doesn't declare (RAG)."""
+    undeclared = (name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig))
+    return list(dict.fromkeys([*config.sub_configs, *undeclared]))
+
+
 def make_parts_stock(config: Any) -> None:
     """Restore the original sub-configs of a config."""
-    for part in (getattr(config, name, None) for name in config.sub_configs):
+    for part in (getattr(config, name, None) for name in part_names(config)):
         if isinstance(part, PreTrainedConfig):
             make_stock(part)
 

@@ -211,6 +211,8 @@ def test_inputs_of_recipes_are_arguments():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_kept_result_is_what_runs_now(tmp_path):
+    if KEPT.read_text().splitlines()[1] != check_support.packages():
+        pytest.skip("the stored result is from a run with other optional packages")
     page, docs = tmp_path / "check_support.txt", tmp_path / "hosts.md"
     shutil.copy(PAGE, docs)
     command = [sys.executable, "-m", "tools.check_support", "--output_file", page, "--docs_file", docs]

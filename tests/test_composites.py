@@ -254,6 +254,27 @@ def test_the_configs_within_are_stock(folders):
         assert (folder / "config.json").read_text().count("position_encoding") == 1
 
 
+def test_a_config_that_does_not_declare_its_parts(tmp_path):
+    """RAG's `sub_configs` is empty."""
+    asking, answering = config("DPR", **SIZES, vocab_size=VOCABULARY), tiny_config("BartModel")
+    made = transformers.RagConfig.from_question_encoder_generator_configs(asking, answering, n_docs=1)
+    model, ids = randomize(transformers.RagModel(made)).eval(), tokens()
+    inputs = {"context_input_ids": ids, "context_attention_mask": torch.ones_like(ids), "doc_scores": torch.ones(2, 1)}
+    inputs["decoder_input_ids"] = tokens(seed=1, length=7)
+    saved = model.config.to_dict()
+    new = randomize_encoding(hf_posenc.patch(model, "alibi", submodel="generator"))
+    assert_apart(run(new, inputs), run(model, inputs))
+    assert hf_posenc.unpatch(new).config.to_dict() == saved
+    new.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text().count("position_encoding") == 1
+    again = type(new).from_pretrained(tmp_path)
+    assert_equal(run(again, inputs), run(new, inputs))
+    for patched_model in (new, again):
+        back = hf_posenc.unpatch(patched_model)
+        assert type(back.generator) is type(model.generator)
+        assert_equal(run(back, inputs), run(model, inputs))
+
+
 @pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
 def test_saved_again_is_the_same(name, folders, tmp_path):
     """Saving a loaded model again gives the same output, also if it is loaded without its head or with a new one."""

@@ -25,6 +25,7 @@ LIMITS = {
     "docs/guides/integrations.md": 1000,
     "docs/guides/custom_encoding.md": 860,
     "docs/guides/custom_model.md": 1100,
+    "docs/guides/other_models.md": 350,
     "docs/guides/v4.md": 450,
     "docs/guides/analyze.md": 750,
     "docs/guides/compare.md": 800,

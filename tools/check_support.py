@@ -5,12 +5,15 @@
         --docs_file docs/reference/models.md --quoted_in README.md
     python -m tools.check_support --types llama,bert
 
-A model family is a modeling directory of Transformers. It counts if one of its model types passes every check of
+A model family is a directory of Transformers with a model type. It counts if one of its model types passes every check of
 `hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that can't run is "skipped", and
 then the model type doesn't count.
 
 With --csv_file, it first prints what has changed since the file was written, for example with another version of Transformers.
 With --types, the file isn't written.
+
+If timm or torchaudio is installed, model types that need it are also tested (timm's image encoders, FastVLM, PerceptionLM, PE;
+Higgs Audio's tokenizer). The report names the installed ones of these packages.
 
 A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.
 """
@@ -27,6 +30,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -45,13 +49,14 @@ from tools.hosts.verdicts import Verdict, folder_of, judge
 WIDTH = 128
 MARKERS = "<!-- tables by tools/check_support.py: begin -->", "<!-- tables by tools/check_support.py: end -->"
 QUOTED = re.compile(r"> \d+ of \d+ model families")
+OPTIONAL = ("detectron2", "natten", "timm", "torchaudio")
+"""Packages that some model types need."""
 HERE = Path(__file__).resolve().parent
-MODELS = Path(transformers.__file__).parent / "models"
 
 
 def folders() -> set[str]:
-    """The directories of Transformers with a modeling file."""
-    return {path.parent.name for path in MODELS.glob("*/modeling_*.py")}
+    """The directories of all model types."""
+    return {folder_of(kind) for kind in model_types()}
 
 
 def model_types() -> list[str]:
@@ -62,10 +67,20 @@ def model_types() -> list[str]:
     return sorted([*by_auto, *(kind for kind in kinds if folder_of(kind) not in known)])
 
 
+def installed() -> list[str]:
+    """The installed ones of the optional packages."""
+    return [name for name in OPTIONAL if find_spec(name) is not None]
+
+
+def packages() -> str:
+    """The second line of a report."""
+    return f"with optional packages: {', '.join(installed()) or 'none'}"
+
+
 def state_of_the_code() -> str:
-    """A hash of the code and library versions that verdicts depend on."""
+    """A hash of the code, library versions, and optional packages that verdicts depend on."""
     files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.py"), HERE / "hosts" / "recipes.json"]
-    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
+    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {installed()}".encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -172,7 +187,7 @@ def headline(verdicts: Iterable[Verdict]) -> str:
 def report(verdicts: Iterable[Verdict]) -> str:
     """The report as text."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
-    lines = [headline(verdicts)]
+    lines = [headline(verdicts), packages()]
     verified, embedding, other = _taken(verdicts)
     for title, group in (
         ("verified", verified),

@@ -4,13 +4,12 @@
     python -m tools.own_tests CHECKOUT --output_file scripts/results/own_tests.txt
     python -m tools.own_tests CHECKOUT --families bert,llama --encodings rope
 
-No release of Transformers contains its tests, so they come from a clone, and run with the Transformers in it. In the tests of a
+No release of Transformers contains its tests, so they come from a clone, and run with its code. In the tests of a
 family, all of its model and config classes are replaced by derived classes with an encoding. Tests that fail are repeated with
 the original classes. The table shows how many fail only with an encoding.
 
 The tests need the package parameterized. They run without network access, so tests that download models are skipped. Results are
-stored by family, encoding, and hash of the code, so an interrupted run resumes. A family takes about half a minute for each
-encoding.
+stored by family, encoding, and hash of the code, so an interrupted run resumes. A family takes about a minute.
 """
 
 import argparse
@@ -32,8 +31,8 @@ ENCODING, FAMILY = "HF_POSENC_TESTED_ENCODING", "HF_POSENC_TESTED_FAMILY"
 """Environment variables of the test process. pytest loads this module as a plugin there."""
 ENCODINGS = ("rope", "alibi", "shaw", "sinusoidal")
 FAMILIES = {
-    "encoders": "albert bert camembert deberta_v2 distilbert electra ernie esm megatron_bert modernbert mpnet nomic_bert rembert "
-    "roberta roformer xlm_roberta",
+    "encoders": "albert bert camembert deberta_v2 distilbert electra ernie esm megatron_bert modernbert mpnet nomic_bert "
+    "rembert roberta roformer xlm_roberta",
     "decoders": "bloom falcon gemma gpt2 gpt_neox gptj granite llama mistral mixtral mpt olmo2 opt phi3 qwen2 qwen3 stablelm",
     "encoder-decoders": "bart blenderbot m2m_100 marian mbart pegasus t5 umt5",
     "images": "beit deit dinov2 swin vit",
@@ -113,7 +112,7 @@ def derive(family: str, encoding: str) -> None:
         return replaced[name] if name in replaced else ModuleType.__getattribute__(self, name)
 
     # Transformers creates its main module several times, so that attributes of one of them would be lost.
-    type(transformers).__getattribute__ = lookup
+    type.__setattr__(type(transformers), "__getattribute__", lookup)
 
 
 def _with_default(kind: Any, encoding: str) -> None:

@@ -208,6 +208,7 @@ class Structure:
 
     def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
         config = self.stack.config
+        hidden = getattr(config, "hidden_size", None) or self.widths[0]  # timm's config has no sizes
         heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else config.num_attention_heads
         names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
@@ -217,9 +218,9 @@ class Structure:
         groups = getattr(attention, "num_key_value_groups", None)
         own_groups = getattr(attention, "num_kv_heads", None)  # Falcon's number of key heads
         return Geometry(
-            hidden_size=width or config.hidden_size,
+            hidden_size=width or hidden,
             num_attention_heads=heads,
-            head_dim=head_dim or config.hidden_size // heads,
+            head_dim=head_dim or hidden // heads,
             max_length=max_length,
             is_causal=self._is_causal(attention),
             num_key_value_heads=heads // groups if groups else own_groups if isinstance(own_groups, int) else heads,

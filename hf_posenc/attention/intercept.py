@@ -45,6 +45,11 @@ def forward(
         call = BoundCall(argument_names(module), args, kwargs)
         if beside := [name for name in row.unsupported_inputs if call[name] is not None]:
             raise ValueError(f"{type(module).__name__} received {beside[0]!r}. {BESIDE}")
+    if any(isinstance(value, Tensor) and value.is_nested for value in (*args, *kwargs.values())):
+        raise ValueError(
+            f"{type(module).__name__} received a nested tensor, whose tokens have unknown positions. Pass "
+            "enable_nested_tensor=False to nn.TransformerEncoder."
+        )
     has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
     product = InterceptQK(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
@@ -140,47 +145,55 @@ class InterceptQK(TorchFunctionMode):
         value: Tensor,
         embed_dim_to_check: int,
         num_heads: int,
-        in_proj_weight: Tensor,
-        in_proj_bias: Tensor,
-        bias_k: None,
-        bias_v: None,
+        in_proj_weight: Tensor | None,
+        in_proj_bias: Tensor | None,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
         add_zero_attn: bool,
         dropout_p: float,
         out_proj_weight: Tensor,
-        out_proj_bias: Tensor,
+        out_proj_bias: Tensor | None,
         training: bool = True,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         *,
-        use_separate_proj_weight: bool,
-        q_proj_weight: Tensor,
-        k_proj_weight: Tensor,
-        v_proj_weight: Tensor,
+        use_separate_proj_weight: bool = False,
+        q_proj_weight: Tensor | None = None,
+        k_proj_weight: Tensor | None = None,
+        v_proj_weight: Tensor | None = None,
         is_causal: bool = False,
         static_k: None = None,
         static_v: None = None,
         average_attn_weights: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """A whole attention with its projections in one call, for inputs `[L, B, D]`.
 
-        Returns outputs `[L, B, D]` and probabilities `[B, Q, K]`, averaged over heads.
+        Returns outputs `[L, B, D]` and probabilities `[B, Q, K]`, averaged over heads, or `[B, H, Q, K]`.
         """
-        inputs = (query, key, value)
-        given = zip(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias.chunk(3), strict=True)
+        if bias_k is not None or bias_v is not None or add_zero_attn:
+            raise ValueError(
+                f"{type(self.module).__name__} adds a key to those of the tokens, which has no position. Create it without "
+                "add_bias_kv and add_zero_attn."
+            )
+        packed: Any = (None,) * 3 if in_proj_weight is None else in_proj_weight.chunk(3)
+        weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else packed
+        biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        given = zip((query, key, value), weights, biases, strict=True)
         # [L, B, D] -> [B, H, L, E]
         query, key, value = (linear(*each).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in given)
         scaling = query.shape[-1] ** -0.5
-        query, key, bias, factor = self._encoded(query, key, scaling)
-        scores = _plus(query * scaling @ key.mT, bias, factor)
+        call = self._call(query, key, scaling)
+        scores = _plus(call.query * scaling @ call.key.mT, biased_mask(call), 1.0)
         if attn_mask is not None:
-            scores = scores + attn_mask.unflatten(0, (-1, num_heads))
+            scores = _masked(scores, attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.ndim == 3 else attn_mask)
         if key_padding_mask is not None:
-            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+            scores = _masked(scores, key_padding_mask[:, None, None])
         probabilities = dropout(scores.softmax(dim=-1), dropout_p, training)
         output = probabilities @ value if self.pending is None else self._weighed(probabilities, value)
         output = linear(output.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-        return output, probabilities.mean(dim=1)
+        averaged = probabilities.mean(dim=1) if average_attn_weights else probabilities
+        return output, averaged if need_weights else None
 
     def _after_scores(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a call after the product of queries and keys.
@@ -277,6 +290,11 @@ class PendingValueTerm:
     shape: tuple[int, ...]
     num_earlier_value_matmuls: int
     is_normalized: bool = False
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores with torch's mask, which is added, or True for keys that are hidden."""
+    return scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _plus(product: Tensor, bias: Tensor | None, factor: float) -> Tensor:

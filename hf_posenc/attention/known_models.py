@@ -94,13 +94,15 @@ KNOWN = {
     "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
     "timesformer.TimesformerSelfAttention": _PLAIN,
+    "timm.layers.attention.Attention": _SCALED_BEFORE,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": CustomAttention(unsupported_inputs=("g",), token_axis=0),
 }
-"""Keys are directory and class. In each attention, the first product of two activations is that of queries and keys."""
+"""Keys are directory and class, or module and class outside Transformers. In each attention, the first product of two
+activations is that of queries and keys."""
 
 custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
 

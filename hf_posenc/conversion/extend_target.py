@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc import configuration as specs
 from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
@@ -108,7 +109,7 @@ def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
     """The config in `copied` at the place where `wanted` is in `config`."""
     if config is wanted:
         return copied
-    for name in config.sub_configs:
+    for name in specs.part_names(config):
         if getattr(config, name, None) is wanted:
             return getattr(copied, name)
     raise UnsupportedModelError(

@@ -73,7 +73,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
             # The submodel's config is saved in its original form. `position_encoding` of this config has the rest.
             stock = copy.deepcopy(self)
             specs.make_stock(stock)
-            written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
+            written.update({name: value for name, value in stock.to_dict().items() if name in specs.part_names(self)})
         return written
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class PosEncModelMixin(EncodingModelMixin):
     config: Any
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(config, PosEncConfigMixin) and config.sub_configs:
+        if isinstance(config, PosEncConfigMixin) and specs.part_names(config):
             # This model changes the sub-configs into derived ones. They may come from a model with another encoding.
             config = copy.deepcopy(config)
             specs.make_parts_stock(config)

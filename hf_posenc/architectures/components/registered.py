@@ -49,7 +49,7 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     owner, _, key = each.path.rpartition(".")
     module, around = modules.get(each.path), modules.get(owner)
     if isinstance(module, nn.Embedding) and each.disabled_output is None:
-        return RegisteredTable(each.path, module, stack.config)
+        return RegisteredTable(each.path, module, around, stack.config)
     if module is not None and each.disabled_output is not None:
         return RegisteredModule(each.path, module, each.disabled_output)
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.disabled_output is None:
@@ -71,9 +71,10 @@ def _at(cls: type[PositionComponent], path: str, stack: Any, modules: Mapping[st
 class RegisteredTable(PositionTable):
     """An `nn.Embedding` that is called with position IDs. Its number of rows is the config's LENGTH_FIELD, or another one."""
 
-    def __init__(self, path: str, module: nn.Embedding, config: Any) -> None:
+    def __init__(self, path: str, module: nn.Embedding, around: nn.Module | None, config: Any) -> None:
         super().__init__(path, module)
         self.follows = module.num_embeddings == getattr(config, LENGTH_FIELD, None)
+        self.only_in = around is not None and all(each is module.weight for each in around.parameters())
 
     at = classmethod(_at)
 
@@ -84,6 +85,11 @@ class RegisteredTable(PositionTable):
     @classmethod
     def check_config(cls, config: Any) -> None:
         return
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """Its path, and that of a module around it without other parameters, which computes the IDs (x-transformers)."""
+        return (self.path, self.path.rpartition(".")[0]) if self.only_in else (self.path,)
 
     def usable_length(self, config: Any) -> int:
         return (getattr(config, LENGTH_FIELD) if self.follows else self.module.num_embeddings) - self.offset

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-EXTRA_TOKENS = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)")
+EXTRA_TOKENS = re.compile(
+    r"(cls|class|reg|register|dist|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)"
+)
 """Matches names of parameters that are extra tokens, which don't represent a patch."""
 BEHIND = "detection_tokens"
 """The extra tokens that come after the patches (YOLOS)."""
