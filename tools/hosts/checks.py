@@ -36,7 +36,7 @@ class Skipped(Exception):
 
 
 class ShowsNoOrder(Exception):
-    """Raised if the original model's outputs don't depend on token order, because the checks then prove nothing."""
+    """Raised if the original model has positions, but its outputs don't depend on token order. The checks then prove nothing."""
 
 
 def checked(host: "Host") -> dict[str, str]:
@@ -93,6 +93,8 @@ class Host:
 
     part: the submodel that is patched, as passed to `patch`. "" for the model itself.
     path: path of that submodel within the model.
+    alone: whether the checks run only that submodel, because no inputs are known with which the whole model runs it. `patch`,
+        saving, and loading still apply to the whole model. The paths below are then relative to the submodel.
     answering: path of the module that returns one vector per position.
     read_at: path of the module that receives the content.
     probes: the probes of the model's content.
@@ -107,7 +109,7 @@ class Host:
         self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
         self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
-        self.arguments = set(inspect.signature(type(stock).forward).parameters)
+        self.alone = False
 
     def look(self) -> None:
         """Determine the inputs, the probes, and the single-layer models. Raises Skipped if that isn't possible."""
@@ -116,6 +118,10 @@ class Host:
             outer = reading(self.kind, self.stock)
             if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
                 read, self.answering, self.read_at = outer, "", ""  # The model calls only modules of the submodel.
+        if read is None and self.path:
+            self.alone, self.read_at, submodel = True, "", self.stock.get_submodule(self.path)
+            self.answering = tiny.RECIPES.get(submodel.config.model_type, {}).get("vectors", "")
+            read = reading(submodel.config.model_type, submodel, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -133,16 +139,30 @@ class Host:
         count = probe.entrance.count
         return {probe.mask: torch.zeros(1, 1, count, count)}
 
+    def called(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The module that the checks call: the model, or its submodel."""
+        return model.get_submodule(self.path) if self.alone else model  # type: ignore[return-value]
+
+    @functools.cached_property
+    def arguments(self) -> set[str]:
+        return set(inspect.signature(type(self.called(self.stock)).forward).parameters)
+
+    @functools.cached_property
+    def has_positions(self) -> bool:
+        """Whether the original model has positions of its own. Hybrids of attention and recurrent layers can do without."""
+        return hf_posenc.inspect(self.stock.get_submodule(self.path)).encoding != "none"
+
     @functools.cached_property
     def taken(self) -> list[str]:
         """The encodings that the model supports."""
         return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
 
     def run(self, model: PreTrainedModel, inputs: Any) -> Run:
-        return Run(model, self.answering, inputs)
+        return Run(self.called(model), self.answering, inputs)
 
     def _probes(self) -> Iterator[Probe]:
-        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(self.stock, at, self.reading)):
+        stock = self.called(self.stock)
+        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(stock, at, self.reading)):
             yield Probe("", found)
             return
         parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
@@ -150,10 +170,10 @@ class Host:
             if part == "decoder" and "decoder_input_ids" in self.reading.specs:
                 found = Entrance("argument", "decoder_input_ids", (1,))
             else:
-                found = None if part == "decoder" else entrance(self.stock, self.read_at, self.reading)
-            stack = f"{self.path}.{part}".strip(".")
-            if part and found is None and stack in dict(self.stock.named_modules()):
-                found = given_vectors(self.stock, stack, self.reading)
+                found = None if part == "decoder" else entrance(stock, self.read_at, self.reading)
+            stack = part if self.alone else f"{self.path}.{part}".strip(".")
+            if part and found is None and stack in dict(stock.named_modules()):
+                found = given_vectors(stock, stack, self.reading)
             if found is None:
                 raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
             yield Probe(part, found)
@@ -166,7 +186,7 @@ class Host:
         before = probe.read(self.run(self.stock, inputs))
         if before.shape[1] != count:
             return False
-        with probe.entrance.taking(self.stock, inputs, index) as other:
+        with probe.entrance.taking(self.called(self.stock), inputs, index) as other:
             after = probe.read(self.run(self.stock, other))
         return _apart(after[:, :-1], before[:, :-1]) < SAME
 
@@ -220,9 +240,10 @@ class Host:
         sees_all = probe in self.causal and not self.single
         if sees_all:
             inputs |= self._all_seen(probe)
-        with _silent(model, self.others(model), probe.entrance):
+        called = self.called(model)
+        with _silent(called, self.others(model), probe.entrance):
             first = self.run(model, inputs)
-            with probe.entrance.taking(model, inputs, index) as other:
+            with probe.entrance.taking(called, inputs, index) as other:
                 second = self.run(model, other)
         before, after = probe.read(first), probe.read(second)
         beyond = 0.0 if probe.part != "encoder" else _apart(second.vectors, first.vectors)
@@ -233,12 +254,10 @@ class Host:
 
     def others(self, model: PreTrainedModel) -> tuple[str, ...]:
         """The paths of modules other than attention that depend on order, such as convolutions, as reported by `inspect`."""
-        patched = model if _is_patched(model) else self.patched("none", model)
-        try:
-            stays = {} if patched is None else hf_posenc.inspect(patched).order_sensitive
-        except ValueError:  # a composite model
-            return ()
-        return tuple(path for paths in stays.values() for path in paths)
+        patched = model if _is_patched(model.get_submodule(self.path)) else self.patched("none", model)
+        stays = {} if patched is None else hf_posenc.inspect(patched.get_submodule(self.path)).order_sensitive
+        prefix = f"{self.path}." if self.path and not self.alone else ""
+        return tuple(prefix + path for paths in stays.values() for path in paths)
 
     @functools.cached_property
     def tokens(self) -> list[Probe]:
@@ -246,13 +265,16 @@ class Host:
         return [probe for probe in self.probes if probe.entrance.name in TOKENS]
 
 
-def _is_patched(model: PreTrainedModel) -> bool:
+def _is_patched(model: Any) -> bool:
     return type(model).__name__.startswith("PosEnc")
 
 
 @contextmanager
 def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) -> Iterator[None]:
-    """Replace the outputs of modules with zeros after the content has entered the model."""
+    """Replace the outputs of modules after the content has entered the model.
+
+    The replacement is the module's input, which keeps the path of what attention adds before it, or zeros if the shapes differ.
+    """
     entered = behind.where == "argument"
 
     def leave(*_: Any) -> None:
@@ -270,8 +292,8 @@ def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) ->
         hooks.append(model.get_submodule(behind.name).register_forward_pre_hook(enter))
     for path in paths:
         if path != behind.name:
-            hook = lambda module, args, answer: _zeros(answer) if entered else None  # noqa: E731
-            hooks.append(model.get_submodule(path).register_forward_hook(hook))
+            hook = lambda module, args, kwargs, answer: _without(answer, args, kwargs) if entered else None  # noqa: E731
+            hooks.append(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
     try:
         yield
     finally:
@@ -279,10 +301,12 @@ def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) ->
             each.remove()
 
 
-def _zeros(answer: Any) -> Any:
+def _without(answer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if isinstance(answer, Tensor):
-        return torch.zeros_like(answer) if answer.is_floating_point() else answer
-    return type(answer)(map(_zeros, answer)) if isinstance(answer, (tuple, list)) else answer
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        same = given is not None and (given.shape, given.dtype) == (answer.shape, answer.dtype)
+        return given if same else torch.zeros_like(answer) if answer.is_floating_point() else answer
+    return type(answer)(_without(each, args, kwargs) for each in answer) if isinstance(answer, (tuple, list)) else answer
 
 
 def path_of(model: PreTrainedModel, part: str) -> str:
@@ -311,9 +335,13 @@ def _apart_as_sets(a: Tensor, b: Tensor) -> float:
 
 
 def order_is_gone(host: Host) -> Iterator[bool]:
-    """With "none", no output depends on the order of the content. In the original model, outputs do."""
+    """With "none", no output depends on the order of the content. In the original model, outputs do.
+
+    Attention without positions shows no order in the original model either. Its order comes from other modules, which are disabled
+    here. For such a model, only "order back" proves that the outputs can show order.
+    """
     for probe in host.probes:
-        if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
+        if host.has_positions and not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
             raise ShowsNoOrder
         singles = [host.patched("none", stock) for stock in host.judging(probe)]
         yield any(patched is not None for patched in singles)
@@ -452,7 +480,7 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
         return
     models = [host.stock]
     sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
-    if sliding is not None and any(_cache(sliding, "dynamic", probe, LENGTH).is_sliding):
+    if sliding is not None and any(_cache(host, sliding, "dynamic", probe, LENGTH).is_sliding):
         models.append(sliding)
     ran = False
     for stock in models:
@@ -469,8 +497,8 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
         raise Skipped("the stock model differs by chunks")
 
 
-def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
-    config = model.config.get_text_config(decoder=True)
+def _cache(host: Host, model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
+    config = host.called(model).config.get_text_config(decoder=True)
     caches: list[Any]
     if kind == "dynamic":
         caches = [DynamicCache(config=config) for _ in range(2)]
@@ -483,7 +511,7 @@ def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str
     inputs = host.reading(9)
     whole = host.run(model, inputs)
     source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
-    cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    cache, name, chunks = _cache(host, model, kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
     for chunk in inputs[name].split(lengths, 1):
         run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})
