@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from tools.hosts import tiny
-from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrance, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -474,7 +474,10 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
 
 
 def cache_is_exact(host: Host) -> Iterator[bool]:
-    """Decoding in chunks gives the same outputs as one forward pass, for all caches that work in the original model."""
+    """Decoding in chunks gives the same outputs as one forward pass, for all caches that work in the original model.
+
+    Some original models need a cache of their own class, or explicit `position_ids` because they count from 0 in each chunk.
+    """
     probe = next((probe for probe in host.tokens if probe in host.causal), None)
     if probe is None or not CACHES & {*host.arguments}:
         return
@@ -484,7 +487,9 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
         models.append(sliding)
     ran = False
     for stock in models:
-        for kind in ("dynamic", "static"):
+        for kind in ("dynamic", "static", "own", "dynamic, explicit positions"):
+            if ran and kind not in ("dynamic", "static"):
+                break
             try:
                 chunks = next(each for each in CHUNKS if _apart_by_chunks(host, stock, probe, kind, each) < SAME)
             except Exception:  # The original model doesn't support this cache, or differs by chunks.
@@ -500,21 +505,29 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
 def _cache(host: Host, model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
     config = host.called(model).config.get_text_config(decoder=True)
     caches: list[Any]
-    if kind == "dynamic":
-        caches = [DynamicCache(config=config) for _ in range(2)]
-    else:
+    if kind == "own":
+        return None  # The model creates it.
+    if kind == "static":
         caches = [StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 3, source_length)]
-    return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
+    else:
+        caches = [DynamicCache(config=config) for _ in range(2)]
+    return EncoderDecoderCache(*caches) if probe.entrance.name == "decoder_input_ids" else caches[0]
 
 
 def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str, lengths: tuple[int, ...]) -> float:
     inputs = host.reading(9)
     whole = host.run(model, inputs)
-    source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
+    encoded = as_vectors(getattr(whole.answer, "encoder_last_hidden_state", None))
+    source = LENGTH if encoded is None else encoded.shape[1]
     cache, name, chunks = _cache(host, model, kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
     for chunk in inputs[name].split(lengths, 1):
-        run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})
+        more: dict[str, Any] = {"use_cache": True} if "use_cache" in host.arguments else {}
+        if "explicit" in kind:
+            past = int(cache.get_seq_length())
+            more["position_ids"] = torch.arange(past, past + chunk.shape[1])[None]
+        run = host.run(model, {**inputs, name: chunk, argument: cache, **more})
+        cache = getattr(run.answer, argument)
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:
         return torch.inf

@@ -218,8 +218,8 @@ class Run:
             hook.remove()
         self.tensors = list(_floats(self.answer))
         inner = found[0] if found else None
-        self.vectors = _vectors(inner)
-        self.encoded = _vectors(getattr(inner, "encoder_last_hidden_state", None))
+        self.vectors = as_vectors(inner)
+        self.encoded = as_vectors(getattr(inner, "encoder_last_hidden_state", None))
 
 
 def _floats(answer: Any) -> Iterator[Tensor]:
@@ -235,7 +235,7 @@ def _floats(answer: Any) -> Iterator[Tensor]:
             yield from _floats(value)
 
 
-def _vectors(answer: Any) -> Tensor | None:
+def as_vectors(answer: Any) -> Tensor | None:
     first = getattr(answer, "last_hidden_state", None)
     if not isinstance(first, Tensor):
         first = next(_floats(answer), None)
