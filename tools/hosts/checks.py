@@ -108,7 +108,8 @@ class Host:
         self.kind, self.stock, self.part = kind, stock, part
         self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
-        self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
+        self.recipe = tiny.RECIPES.get(kind, {})
+        self.answering = self.path or self.recipe.get("vectors", "")
         self.alone = False
 
     def look(self) -> None:
@@ -120,7 +121,8 @@ class Host:
                 read, self.answering, self.read_at = outer, "", ""  # The model calls only modules of the submodel.
         if read is None and self.path:
             self.alone, self.read_at, submodel = True, "", self.stock.get_submodule(self.path)
-            self.answering = tiny.RECIPES.get(submodel.config.model_type, {}).get("vectors", "")
+            self.recipe = tiny.RECIPES.get(submodel.config.model_type, {})
+            self.answering = self.recipe.get("vectors", "")
             read = reading(submodel.config.model_type, submodel, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
@@ -162,7 +164,7 @@ class Host:
 
     def _probes(self) -> Iterator[Probe]:
         stock = self.called(self.stock)
-        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(stock, at, self.reading)):
+        if (at := self.recipe.get("entrance")) and (found := given_vectors(stock, at, self.reading)):
             yield Probe("", found)
             return
         parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")

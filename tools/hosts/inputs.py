@@ -298,7 +298,7 @@ def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | Non
     """Where the content enters whose order matters to the submodule at `path`.
 
     By priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
-    last convolution before any attention that divides its input into patches or shortens it. None if the attention doesn't
+    last convolution before any attention that embeds patches, divides its input into patches, or shortens it. None if the attention doesn't
     see this content.
     """
     argument = _tokens_of(model, path, read)
@@ -310,7 +310,8 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given.extend(value for name, value in kwargs.items() if name in CONTENTS and isinstance(value, Tensor))
+        named = [value for name, value in kwargs.items() if name in CONTENTS]
+        given.extend(value for value in args[:1] or named if isinstance(value, Tensor))
 
     handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     try:
@@ -385,7 +386,7 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
             hook.remove()
     if trace.first is None:
         return None
-    front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each[1:])]
+    front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each)]
     if front:
         name, _, answer, _ = trace.convolutions[front[-1]]
         places = math.prod(answer.shape[2:])
@@ -408,10 +409,15 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
     return Entrance("input", path, (dim,), count) if path else _as_argument(read, trace.given, dim)
 
 
-def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
-    """Whether a convolution divides its input into patches or shortens it. Transposed ones lengthen it, for the output."""
+def _is_front_end(name: str, given: Tensor, answer: Tensor, module: Any) -> bool:
+    """Whether a convolution divides its input into patches or shortens it. Transposed ones lengthen it, for the output.
+
+    A patch can also be a single pixel.
+    """
     if module.transposed:
         return False
+    if "patch_embed" in name and max(module.kernel_size) == 1:
+        return True
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
