@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from tools.hosts import tiny
-from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrance, given_vectors, is_run, reading
+from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrances, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -109,8 +109,8 @@ class Host:
         self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
         self.recipe = tiny.RECIPES.get(kind, {})
-        self.answering = self.path or self.recipe.get("vectors", "")
         self.alone = False
+        self.answering = self._within("vectors", self.path) or self.path
 
     def look(self) -> None:
         """Determine the inputs, the probes, and the single-layer models. Raises Skipped if that isn't possible."""
@@ -122,7 +122,7 @@ class Host:
         if read is None and self.path:
             self.alone, self.read_at, submodel = True, "", self.stock.get_submodule(self.path)
             self.recipe = tiny.RECIPES.get(submodel.config.model_type, {})
-            self.answering = self.recipe.get("vectors", "")
+            self.answering = self._within("vectors", "")
             read = reading(submodel.config.model_type, submodel, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
@@ -135,6 +135,12 @@ class Host:
         for probe in self.causal if not self.single else ():
             if self._is_causal(probe, **self._all_seen(probe)):
                 raise Skipped("its layers can't be had singly, and it takes no mask that shows every token to each")
+
+    def _within(self, name: str, path: str) -> str:
+        """The module that the recipe names, within the one at `path`. "" if there is none."""
+        modules = (module for module, _ in self.called(self.stock).named_modules() if module.startswith(path))
+        wanted = self.recipe.get(name)
+        return next((module for module in modules if wanted and f".{module}".endswith(f".{wanted}")), "")
 
     def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
         """A mask that shows every token to each."""
@@ -164,21 +170,21 @@ class Host:
 
     def _probes(self) -> Iterator[Probe]:
         stock = self.called(self.stock)
-        if (at := self.recipe.get("entrance")) and (found := given_vectors(stock, at, self.reading)):
-            yield Probe("", found)
+        if (at := self._within("entrance", self.read_at)) and (named := given_vectors(stock, at, self.reading)):
+            yield Probe("", named)
             return
         parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
         for part in parts:
             if part == "decoder" and "decoder_input_ids" in self.reading.specs:
-                found = Entrance("argument", "decoder_input_ids", (1,))
+                found = [Entrance("argument", "decoder_input_ids", (1,))]
             else:
-                found = None if part == "decoder" else entrance(stock, self.read_at, self.reading)
+                found = [] if part == "decoder" else entrances(stock, self.read_at, self.reading)
             stack = part if self.alone else f"{self.path}.{part}".strip(".")
-            if part and found is None and stack in dict(stock.named_modules()):
-                found = given_vectors(stock, stack, self.reading)
-            if found is None:
+            if part and not found and stack in dict(stock.named_modules()):
+                found = [each for each in [given_vectors(stock, stack, self.reading)] if each]
+            if not found:
                 raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
-            yield Probe(part, found)
+            yield from (Probe(part, each) for each in found)
 
     def _is_causal(self, probe: Probe, **more: Tensor) -> bool:
         """Whether no output depends on later content."""
@@ -263,8 +269,14 @@ class Host:
 
     @functools.cached_property
     def tokens(self) -> list[Probe]:
-        """The probes whose content is token IDs."""
-        return [probe for probe in self.probes if probe.entrance.name in TOKENS]
+        """The probes whose content is token IDs, which the checks of padding and caches use.
+
+        If a recipe names a later entrance, because the embeddings already depend on order, the tokens enter before it.
+        """
+        found = [probe for probe in self.probes if probe.entrance.name in TOKENS]
+        if not found and "input_ids" in self.reading.specs and len(self.probes) == 1:
+            found = [Probe("", Entrance("argument", "input_ids", (1,)))]
+        return found
 
 
 def _is_patched(model: Any) -> bool:
@@ -480,7 +492,7 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
 
     Some original models need a cache of their own class, or explicit `position_ids` because they count from 0 in each chunk.
     """
-    probe = next((probe for probe in host.tokens if probe in host.causal), None)
+    probe = next((probe for probe in host.tokens if probe in host.causal or {*host.probes} == host.causal), None)
     if probe is None or not CACHES & {*host.arguments}:
         return
     models = [host.stock]

@@ -294,19 +294,21 @@ class Entrance:
         return hook
 
 
-def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
+def entrances(model: PreTrainedModel, path: str, read: Reading) -> list[Entrance]:
     """Where the content enters whose order matters to the submodule at `path`.
 
-    By priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
-    last convolution before any attention that embeds patches, divides its input into patches, or shortens it. None if the attention doesn't
-    see this content.
+    A video model with separate attention over places and over frames has an entrance for each. Otherwise, there is one. By
+    priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
+    last convolution before any attention that embeds patches, divides its input into patches, or shortens it. Empty if
+    the attention doesn't see this content.
     """
-    argument = _tokens_of(model, path, read)
-    return Entrance("argument", argument, (1,)) if argument else _behind_the_front_end(model, path, read)
+    if argument := _tokens_of(model, path, read):
+        return [Entrance("argument", argument, (1,))]
+    return _behind_the_front_end(model, path, read)
 
 
 def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
-    """The input of the submodule at `path` if it has vectors `[B, N, D]` or `[B, channels, N, D]`."""
+    """The input of the submodule at `path` if it has vectors `[N, D]`, `[B, N, D]`, or `[B, channels, N, D]`."""
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -318,7 +320,7 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
         Run(model, path, read(0))
     finally:
         handle.remove()
-    vectors = next((tensor for tensor in given if tensor.ndim in (3, 4)), None)
+    vectors = next((tensor for tensor in given if tensor.ndim in (2, 3, 4) and tensor.is_floating_point()), None)
     return None if vectors is None else Entrance("input", path, (vectors.ndim - 2,), vectors.shape[-2])
 
 
@@ -353,7 +355,7 @@ class _Trace:
     first: Tensor | None = None
 
 
-def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
+def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> list[Entrance]:
     part, trace, hooks = model.get_submodule(path), _Trace(), []
 
     def floats(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -385,7 +387,7 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         for hook in hooks:
             hook.remove()
     if trace.first is None:
-        return None
+        return []
     front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each)]
     if front:
         name, _, answer, _ = trace.convolutions[front[-1]]
@@ -395,18 +397,20 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         same = [each for each in behind if max(each[3].kernel_size) == 1 and each[2].shape[2:] == answer.shape[2:]]
         name = same[-1][0] if same else name
         if places == 1:
-            return Entrance("output", name, (0,), answer.shape[0])
+            return [Entrance("output", name, (0,), answer.shape[0])]
         seen, sizes = trace.first.shape[-2], list(answer.shape[2:])
+        if len(sizes) == 3 and sizes[0] > 1 and seen == sizes[1] * sizes[2]:  # the places of one frame
+            return [Entrance("output", name, (2,), sizes[0]), Entrance("output", name, (3, 4), seen)]
         if not 0 <= seen - places <= MARGIN and seen in sizes:  # [B, C, time, frequencies]
-            return Entrance("output", name, (2 + sizes.index(seen),), seen)
-        return Entrance("output", name, tuple(range(2, answer.ndim)), places)
+            return [Entrance("output", name, (2 + sizes.index(seen),), seen)]
+        return [Entrance("output", name, tuple(range(2, answer.ndim)), places)]
     if trace.given is None or trace.given.ndim not in (2, 3) or trace.given.ndim != trace.first.ndim:
-        return None
+        return []
     dim = trace.given.ndim - 2
     count, seen = trace.given.shape[dim], trace.first.shape[-2]
     if not 0 <= seen - count <= MARGIN:
-        return None
-    return Entrance("input", path, (dim,), count) if path else _as_argument(read, trace.given, dim)
+        return []
+    return [Entrance("input", path, (dim,), count)] if path else _as_argument(read, trace.given, dim)
 
 
 def _is_front_end(name: str, given: Tensor, answer: Tensor, module: Any) -> bool:
@@ -421,6 +425,6 @@ def _is_front_end(name: str, given: Tensor, answer: Tensor, module: Any) -> bool
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
-def _as_argument(read: Reading, given: Tensor, dim: int) -> Entrance | None:
+def _as_argument(read: Reading, given: Tensor, dim: int) -> list[Entrance]:
     name = next((name for name, tensor in read(0).items() if tensor.shape == given.shape), None)
-    return None if name is None else Entrance("argument", name, (dim,), given.shape[dim])
+    return [] if name is None else [Entrance("argument", name, (dim,), given.shape[dim])]

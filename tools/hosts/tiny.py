@@ -325,4 +325,7 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.is_floating_point():
                 centre = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
                 parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("embed_sum"):  # a codebook, from which all codes would get the same vector
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
     return model
