@@ -6,8 +6,9 @@
     python -m tools.check_support --types llama,bert
 
 A model family is a modeling directory of Transformers. It counts if one of its model types passes every check of
-`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that can't run is "skipped", and
-then the model type doesn't count.
+`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that the original model fails
+for a known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped", and then the model type
+doesn't count.
 
 A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.
 """
@@ -37,6 +38,7 @@ from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 from tools.hosts import checks, tiny
+from tools.hosts.checks import STOCK_FAILS
 from tools.hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
@@ -166,6 +168,12 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     return f"{len(verified)} of {len(folders())} model families pass every check, {more}"
 
 
+def stock_failures(verdicts: Iterable[Verdict]) -> list[str]:
+    """The checks that original models fail, for models that pass every other check: `name: check (reason)`."""
+    passed = [verdict for verdict in verdicts if verdict.passed]
+    return [f"{each.name}: {check} ({why})" for each in passed for check, why in each.stock_fails.items()]
+
+
 def report(verdicts: Iterable[Verdict]) -> str:
     """The report as text."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
@@ -184,7 +192,10 @@ def report(verdicts: Iterable[Verdict]) -> str:
             for each in each_source:
                 refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
                 without = f"   without {', '.join(refused)}" if refused and title != "additive encodings only" else ""
-                lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
+                results = [STOCK_FAILS if name in each.stock_fails else each.checks[name] for name in checks.CHECKS]
+                lines.append(f"{each.name:44}" + "".join(f"{result:>12}" for result in results) + without)
+    if failures := stock_failures(verdicts):
+        lines += ["", f"checks that the original model fails ({len(failures)})", *(f"    {each}" for each in failures)]
     unsupported = [verdict for verdict in verdicts if verdict.reason]
     lines += ["", f"{len(unsupported)} unsupported"]
     for reason, group in _grouped(unsupported, "reason"):
@@ -223,6 +234,8 @@ def tables(verdicts: Iterable[Verdict]) -> str:
     lines = [f"> {headline(verdicts)}"]
     if embedding:
         lines += ["", "### Additive encodings only", "", f"{len(embedding)}: {_folders(embedding)}."]
+    if failures := stock_failures(every):
+        lines += ["", "### Checks that the original model fails", "", *(f"- {each}" for each in failures)]
     if other:
         partial = f"{len(other)} families. The CSV file shows the check that fails."
         lines += ["", "### Patched, but not every check passes", "", partial]

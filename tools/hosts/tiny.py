@@ -84,6 +84,7 @@ RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipe
 - `vectors`: path of the module that returns one vector per position, if the model returns fewer.
 - `entrance`: path of the module that receives the content.
 - `architectures`: the config's field, if AutoModel selects a class by it.
+- `stock_fails`: check -> why the original model fails it. It applies only if the original model does fail.
 """
 
 
