@@ -7,7 +7,7 @@
 
 A model family is a modeling directory of Transformers. It counts if one of its model types passes every check of
 `hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that the original model fails
-for a known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped", and then the model type
+for a known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped". The model type then
 doesn't count.
 
 A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.

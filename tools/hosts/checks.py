@@ -43,7 +43,7 @@ class StockFails(Skipped):
 
 
 class ShowsNoOrder(Exception):
-    """Raised if the original model has positions, but its outputs don't depend on token order. The checks then prove nothing."""
+    """Raised if the original model has positions, but its outputs don't depend on token order. This proves nothing."""
 
 
 def checked(host: "Host") -> dict[str, str]:
@@ -359,8 +359,8 @@ def _apart_as_sets(a: Tensor, b: Tensor) -> float:
 def order_is_gone(host: Host) -> Iterator[bool]:
     """With "none", no output depends on the order of the content. In the original model, outputs do.
 
-    Attention without positions shows no order in the original model either. Its order comes from other modules, which are disabled
-    here. For such a model, only "order back" proves that the outputs can show order.
+    Attention without positions shows no order in the original model either. Its order comes from other modules, which are
+    disabled here. For such a model, only "order back" proves that the outputs can show order.
     """
     for probe in host.probes:
         if host.has_positions and not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
