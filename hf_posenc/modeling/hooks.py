@@ -52,8 +52,12 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
 
     They are computed once per forward pass, unless they are trained. If the hidden states have a row and a column axis, or no
-    batch, the vectors get the same shape. If there are several channels before L, each gets the same vectors.
+    batch, the vectors get the same shape. The axis D can be before the rows (LW-DETR). If there are several channels before L,
+    each gets the same vectors.
     """
+    grid = None if (patches := dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches) is None else patches.grid
+    if hidden.ndim == 4 and grid and hidden.shape[1:3] != grid and hidden.shape[2:] == grid:
+        return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     if token_axis != 1:
         length = hidden.shape[token_axis]
     else:

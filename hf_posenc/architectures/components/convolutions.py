@@ -21,7 +21,8 @@ CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
 class PositionalConvolution(PositionComponent):
     """A module that maps hidden states, `[B, L, D]` or `[B, D, L]`, to vectors that are added to them.
 
-    Some modules return the sum (OmniASR). A strided convolution returns fewer vectors, in models that also pool their hidden states (SEW).
+    Some modules return the sum (OmniASR).
+    A strided convolution returns fewer vectors, in models that also pool their hidden states (SEW).
     """
 
     encoding, verb, accepts_embeddings = "convolution", "embed", True
@@ -67,7 +68,7 @@ class PositionalConvolution(PositionComponent):
 
     @property
     def returns_sum(self) -> bool:
-        """Whether the module returns its inputs plus the vectors, determined by calling a copy whose convolutions return zeros."""
+        """Whether the module returns its inputs plus the vectors, determined by a copy whose convolutions return zeros."""
         module = copy.deepcopy(self.module).to(torch.float32).to_empty(device="cpu")
         for layer in module.modules():
             if isinstance(layer, nn.Conv1d):
@@ -94,7 +95,10 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 class DisabledConvolution(Disabled):
-    """Returns the vectors of the encoding, or zeros if they are added elsewhere. Adds the inputs if the original module does."""
+    """Returns the vectors of the encoding, or zeros if they are added elsewhere.
+
+    The vectors are added to the inputs if the original module does that.
+    """
 
     def __init__(self, stack: Any, component: PositionalConvolution, adds_vectors: bool) -> None:
         super().__init__(stack, component.path, component.layers[0])
