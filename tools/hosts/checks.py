@@ -62,12 +62,16 @@ def checked(host: "Host") -> dict[str, str]:
 
 def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host", known: str) -> str:
     """The result of a check. known: why the original model fails it, if that is known."""
+    results: list[bool] = []
     try:
         with torch.no_grad():
-            results = list(check(host))
+            for result in check(host):
+                results.append(result)
     except ShowsNoOrder:
         return NO_ORDER
     except Skipped as why:
+        if not all(results):  # A patched model failed where the original model didn't.
+            return FAILED
         return f"{STOCK_FAILS} ({known})" if known and isinstance(why, StockFails) else f"{SKIPPED} ({why})"
     except Exception as error:  # The table shows it as a failed check.
         return f"{FAILED} ({type(error).__name__})"
@@ -128,7 +132,8 @@ class Host:
             if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
                 read, self.answering, self.read_at = outer, "", ""  # The model calls only modules of the submodel.
         if read is None and self.path:
-            self.alone, self.read_at, submodel = True, "", self.stock.get_submodule(self.path)
+            self.alone, self.read_at = True, ""
+            submodel = self.called(self.stock)
             self.recipe = tiny.RECIPES.get(submodel.config.model_type, {})
             self.answering = self._within("vectors", "")
             read = reading(submodel.config.model_type, submodel, self.answering)
@@ -146,9 +151,12 @@ class Host:
 
     def _within(self, name: str, path: str) -> str:
         """The module that the recipe names, within the one at `path`. "" if there is none."""
-        modules = (module for module, _ in self.called(self.stock).named_modules() if module.startswith(path))
         wanted = self.recipe.get(name)
-        return next((module for module in modules if wanted and f".{module}".endswith(f".{wanted}")), "")
+        inside = f"{path}." if path else ""
+        for module, _ in self.called(self.stock).named_modules():
+            if wanted and f".{module}".endswith(f".{wanted}") and f"{module}.".startswith(inside):
+                return module
+        return ""
 
     def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
         """A mask that shows every token to each."""
@@ -165,7 +173,7 @@ class Host:
 
     @functools.cached_property
     def has_positions(self) -> bool:
-        """Whether the original model has positions of its own. Hybrids of attention and recurrent layers can do without."""
+        """Whether the original model has positions. Hybrids of attention and recurrent layers can do without."""
         return hf_posenc.inspect(self.stock.get_submodule(self.path)).encoding != "none"
 
     @functools.cached_property
@@ -455,9 +463,10 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
                 each.config._attn_implementation = before[id(each)]
         return _apart(*answers)
 
-    if _of_stock(lambda: apart(host.stock) < SAME):
-        for patched in host.with_encodings():
-            yield apart(patched) < SAME
+    if not _of_stock(lambda: apart(host.stock) < SAME):
+        raise StockFails("eager attention and SDPA differ in the stock model")
+    for patched in host.with_encodings():
+        yield apart(patched) < SAME
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -483,9 +492,9 @@ def padding_is_ignored(host: Host) -> Iterator[bool]:
             continue
         if not _of_stock(functools.partial(_ignores_padding, host, host.stock, probe, mask, False)):
             raise StockFails("padding shows in the stock model")
-        right = [_ignores_padding(host, patched, probe, mask, False) for patched in host.with_encodings()]
-        yield from right
-        if probe not in host.probes or not all(right):
+        for patched in host.with_encodings():
+            yield _ignores_padding(host, patched, probe, mask, False)
+        if probe not in host.probes:
             continue
         without = [patched for patched in [host.patched("none")] if patched is not None]
         # The original model can see this padding because of its positions. Without positions, it must not.
