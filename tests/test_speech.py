@@ -9,7 +9,7 @@ import models
 from closeness import assert_apart, assert_close, assert_equal
 from models import AUDIO_HOSTS, WAVE, first, randomize_encoding, sensed, tiny
 from oracles import sinusoids
-from tools.hosts.tiny import randomized
+from tools.hosts.tiny import build, randomized
 
 CONFORMERS = {name: AUDIO_HOSTS[name] for name in ("wav2vec2-conformer", "wav2vec2-bert", "wav2vec2-bert-relative", "parakeet")}
 CONVOLUTIONAL = {
@@ -137,6 +137,18 @@ def test_what_a_convolution_has_learned_is_kept():
         assert_equal(kept, model.state_dict()[f"{path}.{name}"])
         assert not kept.requires_grad
     assert not any("pos_conv_embed" in name for name, _ in new.named_parameters())
+
+
+def test_a_convolution_that_returns_a_sum_keeps_the_hidden_states():
+    """OmniASR's convolution adds its inputs itself. Without positions, the model equals one whose convolution returns zeros."""
+    model, sounds = build("omniasr_audio"), sound("wav2vec2", batch=1)
+    sounds = {"input_values": sounds["input_values"][:, None].repeat(1, 1, 5)}
+    with torch.no_grad():
+        for parameter in model.encode_positions.conv.parameters():
+            parameter.zero_()
+        expected = model(**sounds).last_hidden_state
+        assert_close(hf_posenc.patch(model, "none")(**sounds).last_hidden_state, expected)
+        assert_apart(patched(model, "sinusoidal")(**sounds).last_hidden_state, expected)
 
 
 @every_convolutional

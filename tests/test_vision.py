@@ -17,6 +17,7 @@ from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.encodings import PatchLayout, PositionContext
 from models import VISION_HOSTS, randomize, randomize_encoding, slow, tiny
 from oracles import sinusoids
+from tools.hosts.tiny import build
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
@@ -115,6 +116,19 @@ def test_the_hosts_own_vectors(name):
     with torch.no_grad():
         table.view(-1, 32)[:1] = 0  # the class token's position
     assert_close(states(hf_posenc.patch(model, "learned", init="host"), pixels), states(model, pixels))
+
+
+def test_vectors_are_of_patches_if_channels_come_first():
+    """LW-DETR's embeddings are `[B, D, rows, columns]` until its layers cut them into windows."""
+    model, pixels = build("lw_detr").backbone.backbone, torch.randn(1, 3, 32, 64)
+
+    def embedded(encoding):
+        found, patched = [], hf_posenc.patch(model, encoding)
+        patched.encoder.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+        patched(pixels)
+        return found[0]
+
+    assert_close(embedded("sinusoidal") - embedded("none"), sinusoids([range(32)], 32), 1e-5)
 
 
 def test_another_image_size():

@@ -6,8 +6,9 @@
     python -m tools.check_support --types llama,bert
 
 A model family is a directory of Transformers with a model type. It counts if one of its model types passes every check of
-`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that can't run is "skipped", and
-then the model type doesn't count.
+`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that the original model fails for a
+known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped", and then the model type
+doesn't count.
 
 With --csv_file, it first prints what has changed since the file was written, for example with another version of Transformers.
 With --types, the file isn't written.
@@ -44,6 +45,7 @@ from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 from tools.hosts import checks, tiny
+from tools.hosts.checks import STOCK_FAILS
 from tools.hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
@@ -184,6 +186,12 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     return f"{len(verified)} of {len(folders())} model families pass every check, {more}"
 
 
+def stock_failures(verdicts: Iterable[Verdict]) -> list[str]:
+    """The checks that original models fail, for models that pass every other check: `name: check (reason)`."""
+    passed = [verdict for verdict in verdicts if verdict.passed]
+    return [f"{each.name}: {check} ({why})" for each in passed for check, why in each.stock_fails.items()]
+
+
 def report(verdicts: Iterable[Verdict]) -> str:
     """The report as text."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
@@ -202,7 +210,10 @@ def report(verdicts: Iterable[Verdict]) -> str:
             for each in each_source:
                 refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
                 without = f"   without {', '.join(refused)}" if refused and title != "additive encodings only" else ""
-                lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
+                results = [STOCK_FAILS if name in each.stock_fails else each.checks[name] for name in checks.CHECKS]
+                lines.append(f"{each.name:44}" + "".join(f"{result:>12}" for result in results) + without)
+    if failures := stock_failures(verdicts):
+        lines += ["", f"checks that the original model fails ({len(failures)})", *(f"    {each}" for each in failures)]
     unsupported = [verdict for verdict in verdicts if verdict.reason]
     lines += ["", f"{len(unsupported)} unsupported"]
     for reason, group in _grouped(unsupported, "reason"):
@@ -241,6 +252,8 @@ def tables(verdicts: Iterable[Verdict]) -> str:
     lines = [f"> {headline(verdicts)}"]
     if embedding:
         lines += ["", "### Additive encodings only", "", f"{len(embedding)}: {_folders(embedding)}."]
+    if failures := stock_failures(every):
+        lines += ["", "### Checks that the original model fails", "", *(f"- {each}" for each in failures)]
     if other:
         partial = f"{len(other)} families. The CSV file shows the check that fails."
         lines += ["", "### Patched, but not every check passes", "", partial]

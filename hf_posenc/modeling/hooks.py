@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from hf_posenc import _compat
 from hf_posenc.attention import dispatch
+from hf_posenc.encodings.context import PatchLayout
 from hf_posenc.signatures import BoundCall, argument_names
 
 
@@ -52,8 +53,11 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
 
     They are computed once per forward pass, unless they are trained. If the hidden states have a row and a column axis, or no
-    batch, the vectors get the same shape. If there are several channels before L, each gets the same vectors.
+    batch, the vectors get the same shape. The axis D can be before the rows (LW-DETR). If there are several channels before L,
+    each gets the same vectors.
     """
+    if hidden.ndim == 4 and _has_channels_first(hidden, dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches):
+        return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     if token_axis != 1:
         length = hidden.shape[token_axis]
     else:
@@ -74,6 +78,11 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     if hidden.ndim == 4 and token_axis == -2:
         return vectors[:, None]
     return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))
+
+
+def _has_channels_first(hidden: Tensor, patches: PatchLayout | None) -> bool:
+    """Whether hidden states are `[B, D, rows, columns]` instead of `[B, rows, columns, D]`, by the grid of patches."""
+    return patches is not None and patches.grid == tuple(hidden.shape[2:]) != tuple(hidden.shape[1:3])
 
 
 def wrap_gradient_checkpointing(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 Shapes: B batch, L tokens, N positions of any kind, D hidden_size.
 """
 
+import copy
 import functools
 import inspect
 import tempfile
@@ -17,12 +18,14 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from tools.hosts import tiny
-from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrances, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One encoding for each mechanism: additive, rotation, distance bias, and bias by content."""
 PASSED, FAILED, NOT_APPLICABLE, SKIPPED, NO_ORDER = "passed", "FAILED", "-", "skipped", "shows no order"
+STOCK_FAILS = "stock fails"
+"""The original model fails a check for a known reason, so the check doesn't apply to its patched models."""
 SAME, OTHER = 2e-5, 1e-4
 """Maximum relative difference of equal outputs, and minimum relative difference of different outputs."""
 CHUNKS = ((5, 1, 3, 2), (5, 1, 1, 1, 1, 1, 1))
@@ -35,8 +38,12 @@ class Skipped(Exception):
     """Raised with a reason if a check can't run."""
 
 
+class StockFails(Skipped):
+    """Raised if the original model fails a check, because its patched models then can't be expected to pass."""
+
+
 class ShowsNoOrder(Exception):
-    """Raised if the original model's outputs don't depend on token order, because the checks then prove nothing."""
+    """Raised if the original model has positions, but its outputs don't depend on token order. This proves nothing."""
 
 
 def checked(host: "Host") -> dict[str, str]:
@@ -47,20 +54,25 @@ def checked(host: "Host") -> dict[str, str]:
         return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
     results: dict[str, str] = {}
     for name, check in CHECKS.items():
-        results[name] = _outcome(check, host)
+        results[name] = _outcome(check, host, tiny.RECIPES.get(host.kind, {}).get("stock_fails", {}).get(name, ""))
         if results[name] == NO_ORDER:
             break
     return {name: results.get(name, SKIPPED) for name in CHECKS}
 
 
-def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host") -> str:
+def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host", known: str) -> str:
+    """The result of a check. known: why the original model fails it, if that is known."""
+    results: list[bool] = []
     try:
         with torch.no_grad():
-            results = list(check(host))
+            for result in check(host):
+                results.append(result)
     except ShowsNoOrder:
         return NO_ORDER
     except Skipped as why:
-        return f"{SKIPPED} ({why})"
+        if not all(results):  # A patched model failed where the original model didn't.
+            return FAILED
+        return f"{STOCK_FAILS} ({known})" if known and isinstance(why, StockFails) else f"{SKIPPED} ({why})"
     except Exception as error:  # The table shows it as a failed check.
         return f"{FAILED} ({type(error).__name__})"
     return NOT_APPLICABLE if not results else PASSED if all(results) else FAILED
@@ -94,6 +106,8 @@ class Host:
 
     part: the submodel that is patched, as passed to `patch`. "" for the model itself.
     path: path of that submodel within the model.
+    alone: whether the checks run only that submodel, because no inputs are known with which the whole model runs it. `patch`,
+        saving, and loading still apply to the whole model. The paths below are then relative to the submodel.
     answering: path of the module that returns one vector per position.
     read_at: path of the module that receives the content.
     probes: the probes of the model's content.
@@ -107,8 +121,9 @@ class Host:
         self.kind, self.stock, self.part = kind, stock, part
         self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
-        self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
-        self.arguments = set(inspect.signature(type(stock).forward).parameters)
+        self.recipe = tiny.RECIPES.get(kind, {})
+        self.alone = False
+        self.answering = self._within("vectors", self.path) or self.path
 
     def look(self) -> None:
         """Determine the inputs, the probes, and the single-layer models. Raises Skipped if that isn't possible."""
@@ -117,6 +132,12 @@ class Host:
             outer = reading(self.kind, self.stock)
             if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
                 read, self.answering, self.read_at = outer, "", ""  # The model calls only modules of the submodel.
+        if read is None and self.path:
+            self.alone, self.read_at = True, ""
+            submodel = self.called(self.stock)
+            self.recipe = tiny.RECIPES.get(submodel.config.model_type, {})
+            self.answering = self._within("vectors", "")
+            read = reading(submodel.config.model_type, submodel, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -129,10 +150,32 @@ class Host:
             if self._is_causal(probe, **self._all_seen(probe)):
                 raise Skipped("its layers can't be had singly, and it takes no mask that shows every token to each")
 
+    def _within(self, name: str, path: str) -> str:
+        """The module that the recipe names, within the one at `path`. "" if there is none."""
+        wanted = self.recipe.get(name)
+        inside = f"{path}." if path else ""
+        for module, _ in self.called(self.stock).named_modules():
+            if wanted and f".{module}".endswith(f".{wanted}") and f"{module}.".startswith(inside):
+                return module
+        return ""
+
     def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
         """A mask that shows every token to each."""
         count = probe.entrance.count
         return {probe.mask: torch.zeros(1, 1, count, count)}
+
+    def called(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The module that the checks call: the model, or its submodel."""
+        return model.get_submodule(self.path) if self.alone else model  # type: ignore[return-value]
+
+    @functools.cached_property
+    def arguments(self) -> set[str]:
+        return set(inspect.signature(type(self.called(self.stock)).forward).parameters)
+
+    @functools.cached_property
+    def has_positions(self) -> bool:
+        """Whether the original model has positions. Hybrids of attention and recurrent layers can do without."""
+        return hf_posenc.inspect(self.stock.get_submodule(self.path)).encoding != "none"
 
     @functools.cached_property
     def taken(self) -> list[str]:
@@ -140,24 +183,25 @@ class Host:
         return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
 
     def run(self, model: PreTrainedModel, inputs: Any) -> Run:
-        return Run(model, self.answering, inputs)
+        return Run(self.called(model), self.answering, inputs)
 
     def _probes(self) -> Iterator[Probe]:
-        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(self.stock, at, self.reading)):
-            yield Probe("", found)
+        stock = self.called(self.stock)
+        if (at := self._within("entrance", self.read_at)) and (named := given_vectors(stock, at, self.reading)):
+            yield Probe("", named)
             return
         parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
         for part in parts:
             if part == "decoder" and "decoder_input_ids" in self.reading.specs:
-                found = Entrance("argument", "decoder_input_ids", (1,))
+                found = [Entrance("argument", "decoder_input_ids", (1,))]
             else:
-                found = None if part == "decoder" else entrance(self.stock, self.read_at, self.reading)
-            stack = f"{self.path}.{part}".strip(".")
-            if part and found is None and stack in dict(self.stock.named_modules()):
-                found = given_vectors(self.stock, stack, self.reading)
-            if found is None:
+                found = [] if part == "decoder" else entrances(stock, self.read_at, self.reading)
+            stack = part if self.alone else f"{self.path}.{part}".strip(".")
+            if part and not found and stack in dict(stock.named_modules()):
+                found = [each for each in [given_vectors(stock, stack, self.reading)] if each]
+            if not found:
                 raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
-            yield Probe(part, found)
+            yield from (Probe(part, each) for each in found)
 
     def _is_causal(self, probe: Probe, **more: Tensor) -> bool:
         """Whether no output depends on later content."""
@@ -167,7 +211,7 @@ class Host:
         before = probe.read(self.run(self.stock, inputs))
         if before.shape[1] != count:
             return False
-        with probe.entrance.taking(self.stock, inputs, index) as other:
+        with probe.entrance.taking(self.called(self.stock), inputs, index) as other:
             after = probe.read(self.run(self.stock, other))
         return _apart(after[:, :-1], before[:, :-1]) < SAME
 
@@ -221,9 +265,10 @@ class Host:
         sees_all = probe in self.causal and not self.single
         if sees_all:
             inputs |= self._all_seen(probe)
-        with _silent(model, self.others(model), probe.entrance):
+        called = self.called(model)
+        with _silent(called, self.others(model), probe.entrance):
             first = self.run(model, inputs)
-            with probe.entrance.taking(model, inputs, index) as other:
+            with probe.entrance.taking(called, inputs, index) as other:
                 second = self.run(model, other)
         before, after = probe.read(first), probe.read(second)
         beyond = 0.0 if probe.part != "encoder" else _apart(second.vectors, first.vectors)
@@ -234,26 +279,33 @@ class Host:
 
     def others(self, model: PreTrainedModel) -> tuple[str, ...]:
         """The paths of modules other than attention that depend on order, such as convolutions, as reported by `inspect`."""
-        patched = model if _is_patched(model) else self.patched("none", model)
-        try:
-            stays = {} if patched is None else hf_posenc.inspect(patched).order_sensitive
-        except ValueError:  # a composite model
-            return ()
-        return tuple(path for paths in stays.values() for path in paths)
+        patched = model if _is_patched(model.get_submodule(self.path)) else self.patched("none", model)
+        stays = {} if patched is None else hf_posenc.inspect(patched.get_submodule(self.path)).order_sensitive
+        prefix = f"{self.path}." if self.path and not self.alone else ""
+        return tuple(prefix + path for paths in stays.values() for path in paths)
 
     @functools.cached_property
     def tokens(self) -> list[Probe]:
-        """The probes whose content is token IDs."""
-        return [probe for probe in self.probes if probe.entrance.name in TOKENS]
+        """The probes whose content is token IDs, which the checks of padding and caches use.
+
+        If the recipe names a later entrance, because the embeddings already depend on order, the tokens enter before it.
+        """
+        found = [probe for probe in self.probes if probe.entrance.name in TOKENS]
+        if not found and "input_ids" in self.reading.specs and self._within("entrance", self.read_at):
+            found = [Probe("", Entrance("argument", "input_ids", (1,)))]
+        return found
 
 
-def _is_patched(model: PreTrainedModel) -> bool:
+def _is_patched(model: Any) -> bool:
     return type(model).__name__.startswith("PosEnc")
 
 
 @contextmanager
 def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) -> Iterator[None]:
-    """Replace the outputs of modules with zeros after the content has entered the model."""
+    """Replace the outputs of modules after the content has entered the model.
+
+    The replacement is the module's input, which keeps the path of what attention adds before it, or zeros if the shapes differ.
+    """
     entered = behind.where == "argument"
 
     def leave(*_: Any) -> None:
@@ -271,8 +323,8 @@ def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) ->
         hooks.append(model.get_submodule(behind.name).register_forward_pre_hook(enter))
     for path in paths:
         if path != behind.name:
-            hook = lambda module, args, answer: _zeros(answer) if entered else None  # noqa: E731
-            hooks.append(model.get_submodule(path).register_forward_hook(hook))
+            hook = lambda module, args, kwargs, answer: _without(answer, args, kwargs) if entered else None  # noqa: E731
+            hooks.append(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
     try:
         yield
     finally:
@@ -280,10 +332,12 @@ def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) ->
             each.remove()
 
 
-def _zeros(answer: Any) -> Any:
+def _without(answer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if isinstance(answer, Tensor):
-        return torch.zeros_like(answer) if answer.is_floating_point() else answer
-    return type(answer)(map(_zeros, answer)) if isinstance(answer, (tuple, list)) else answer
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        same = given is not None and (given.shape, given.dtype) == (answer.shape, answer.dtype)
+        return given if same else torch.zeros_like(answer) if answer.is_floating_point() else answer
+    return type(answer)(_without(each, args, kwargs) for each in answer) if isinstance(answer, (tuple, list)) else answer
 
 
 def path_of(model: PreTrainedModel, part: str) -> str:
@@ -312,9 +366,13 @@ def _apart_as_sets(a: Tensor, b: Tensor) -> float:
 
 
 def order_is_gone(host: Host) -> Iterator[bool]:
-    """With "none", no output depends on the order of the content. In the original model, outputs do."""
+    """With "none", no output depends on the order of the content. In the original model, outputs do.
+
+    Attention without positions shows no order in the original model either. Its order comes from other modules, which are
+    disabled here. For such a model, only "order back" proves that the outputs can show order.
+    """
     for probe in host.probes:
-        if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
+        if host.has_positions and not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
             raise ShowsNoOrder
         singles = [host.patched("none", stock) for stock in host.judging(probe)]
         yield any(patched is not None for patched in singles)
@@ -390,6 +448,13 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
             inputs, real = {**two, "attention_mask": mask}, mask.bool()
 
     def apart(model: PreTrainedModel) -> float:
+        """The difference. If it isn't small, it is computed in double precision, where rounding can't be the cause."""
+        if (result := apart_with(model, inputs)) < SAME:
+            return result
+        floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
+        return apart_with(copy.deepcopy(model).double(), {**inputs, **{name: each.double() for name, each in floats.items()}})
+
+    def apart_with(model: PreTrainedModel, inputs: Any) -> float:
         part: Any = model.get_submodule(host.path)
         answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
         try:
@@ -403,9 +468,10 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
                 each.config._attn_implementation = before[id(each)]
         return _apart(*answers)
 
-    if _of_stock(lambda: apart(host.stock) < SAME):
-        for patched in host.with_encodings():
-            yield apart(patched) < SAME
+    if not _of_stock(lambda: apart(host.stock) < SAME):
+        raise StockFails("eager attention and SDPA differ in the stock model")
+    for patched in host.with_encodings():
+        yield apart(patched) < SAME
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -413,24 +479,34 @@ def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _of_stock(check: Callable[[], bool]) -> bool:
-    """The result of a check on the original model. Raises Skipped if it can't run."""
+    """The result of a check on the original model. Raises StockFails if it can't run."""
     try:
         return check()
     except Exception as error:
-        raise Skipped(f"the stock model: {type(error).__name__}") from error
+        raise StockFails(f"the stock model: {type(error).__name__}") from error
 
 
 def padding_is_ignored(host: Host) -> Iterator[bool]:
-    """Padding on the right or left doesn't change the outputs of the other tokens."""
+    """Padding on the right or left doesn't change the outputs of the other tokens.
+
+    If the embeddings of tokens depend on order, only padding on the right applies, because the other changes their content.
+    """
     for probe in host.tokens:
         mask = probe.mask
         if mask not in host.arguments:
             continue
         if not _of_stock(functools.partial(_ignores_padding, host, host.stock, probe, mask, False)):
-            raise Skipped("padding shows in the stock model")
+            raise StockFails("padding shows in the stock model")
         for patched in host.with_encodings():
-            for left in (False, True):
-                yield _ignores_padding(host, patched, probe, mask, left)
+            yield _ignores_padding(host, patched, probe, mask, False)
+        if probe not in host.probes:
+            continue
+        without = [patched for patched in [host.patched("none")] if patched is not None]
+        # The original model can see this padding because of its positions. Without positions, it must not.
+        if not any(_ignores_padding(host, model, probe, mask, True) for model in (host.stock, *without)):
+            raise StockFails("padding on the left shows in the stock model")
+        for patched in host.with_encodings():
+            yield _ignores_padding(host, patched, probe, mask, True)
 
 
 def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str, left: bool) -> bool:
@@ -438,7 +514,8 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
     alone = host.run(model, inputs)
     padded = dict(inputs)
     for name, tensor in inputs.items():
-        if name == probe.entrance.name or (not probe.part and tensor.ndim > 1 and tensor.shape[1] == LENGTH):
+        by_token = isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] == LENGTH
+        if name == probe.entrance.name or (not probe.part and by_token):
             padding = tensor[:, :4].clone() * 0 + 3 if name in TOKENS else tensor[:, :4]
             padded[name] = torch.cat([padding, tensor] if left else [tensor, padding], 1)
     shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)
@@ -451,17 +528,23 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
 
 
 def cache_is_exact(host: Host) -> Iterator[bool]:
-    """Decoding in chunks gives the same outputs as one forward pass, for all caches that work in the original model."""
-    probe = next((probe for probe in host.tokens if probe in host.causal), None)
+    """Decoding in chunks gives the same outputs as one forward pass, for all caches that work in the original model.
+
+    Some original models need a cache of their own class, or explicit `position_ids` because they count from 0 in each chunk.
+    """
+    probe = next((probe for probe in host.tokens if probe in host.causal or {*host.probes} == host.causal), None)
     if probe is None or not CACHES & {*host.arguments}:
         return
     models = [host.stock]
     sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
-    if sliding is not None and any(_cache(sliding, "dynamic", probe, LENGTH).is_sliding):
-        models.append(sliding)
+    with suppress(AttributeError):  # A cache of the original model can't be created from its config.
+        if sliding is not None and any(_cache(host, sliding, "dynamic", probe, LENGTH).is_sliding):
+            models.append(sliding)
     ran = False
     for stock in models:
-        for kind in ("dynamic", "static"):
+        for kind in ("dynamic", "static", "own", "dynamic, explicit positions"):
+            if ran and kind not in ("dynamic", "static"):
+                break
             try:
                 chunks = next(each for each in CHUNKS if _apart_by_chunks(host, stock, probe, kind, each) < SAME)
             except Exception:  # The original model doesn't support this cache, or differs by chunks.
@@ -471,27 +554,35 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
                 if (patched := host.patched(encoding, stock)) is not None:
                     yield _apart_by_chunks(host, patched, probe, kind, chunks) < SAME
     if not ran:
-        raise Skipped("the stock model differs by chunks")
+        raise StockFails("the stock model differs by chunks")
 
 
-def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
-    config = model.config.get_text_config(decoder=True)
+def _cache(host: Host, model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
+    config = host.called(model).config.get_text_config(decoder=True)
     caches: list[Any]
-    if kind == "dynamic":
-        caches = [DynamicCache(config=config) for _ in range(2)]
-    else:
+    if kind == "own":
+        return None  # The model creates it.
+    if kind == "static":
         caches = [StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 3, source_length)]
-    return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
+    else:
+        caches = [DynamicCache(config=config) for _ in range(2)]
+    return EncoderDecoderCache(*caches) if probe.entrance.name == "decoder_input_ids" else caches[0]
 
 
 def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str, lengths: tuple[int, ...]) -> float:
     inputs = host.reading(9)
     whole = host.run(model, inputs)
-    source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
-    cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    encoded = as_vectors(getattr(whole.answer, "encoder_last_hidden_state", None))
+    source = LENGTH if encoded is None else encoded.shape[1]
+    cache, name, chunks = _cache(host, model, kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
     for chunk in inputs[name].split(lengths, 1):
-        run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})
+        more: dict[str, Any] = {"use_cache": True} if "use_cache" in host.arguments else {}
+        if "explicit" in kind:
+            past = int(cache.get_seq_length())
+            more["position_ids"] = torch.arange(past, past + chunk.shape[1])[None]
+        run = host.run(model, {**inputs, name: chunk, argument: cache, **more})
+        cache = getattr(run.answer, argument) if cache is None else cache
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:
         return torch.inf

@@ -218,8 +218,8 @@ class Run:
             hook.remove()
         self.tensors = list(_floats(self.answer))
         inner = found[0] if found else None
-        self.vectors = _vectors(inner)
-        self.encoded = _vectors(getattr(inner, "encoder_last_hidden_state", None))
+        self.vectors = as_vectors(inner)
+        self.encoded = as_vectors(getattr(inner, "encoder_last_hidden_state", None))
 
 
 def _floats(answer: Any) -> Iterator[Tensor]:
@@ -235,7 +235,7 @@ def _floats(answer: Any) -> Iterator[Tensor]:
             yield from _floats(value)
 
 
-def _vectors(answer: Any) -> Tensor | None:
+def as_vectors(answer: Any) -> Tensor | None:
     first = getattr(answer, "last_hidden_state", None)
     if not isinstance(first, Tensor):
         first = next(_floats(answer), None)
@@ -294,30 +294,33 @@ class Entrance:
         return hook
 
 
-def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
+def entrances(model: PreTrainedModel, path: str, read: Reading) -> list[Entrance]:
     """Where the content enters whose order matters to the submodule at `path`.
 
-    By priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
-    last convolution before any attention that divides its input into patches or shortens it. None if the attention doesn't
-    see this content.
+    A video model with separate attention over places and over frames has an entrance for each. Otherwise, there is one. By
+    priority, this is the argument with its token IDs, the output of its front end, or its first input. The front end is the
+    last convolution before any attention that embeds patches, divides its input into patches, or shortens it. Empty if
+    the attention doesn't see this content.
     """
-    argument = _tokens_of(model, path, read)
-    return Entrance("argument", argument, (1,)) if argument else _behind_the_front_end(model, path, read)
+    if argument := _tokens_of(model, path, read):
+        return [Entrance("argument", argument, (1,))]
+    return _behind_the_front_end(model, path, read)
 
 
 def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
-    """The input of the submodule at `path` if it has vectors `[B, N, D]` or `[B, channels, N, D]`."""
+    """The input of the submodule at `path` if it has vectors `[N, D]`, `[B, N, D]`, or `[B, channels, N, D]`."""
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given.extend(value for name, value in kwargs.items() if name in CONTENTS and isinstance(value, Tensor))
+        named = [value for name, value in kwargs.items() if name in CONTENTS]
+        given.extend(value for value in args[:1] or named if isinstance(value, Tensor))
 
     handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     try:
         Run(model, path, read(0))
     finally:
         handle.remove()
-    vectors = next((tensor for tensor in given if tensor.ndim in (3, 4)), None)
+    vectors = next((tensor for tensor in given if tensor.ndim in (2, 3, 4) and tensor.is_floating_point()), None)
     return None if vectors is None else Entrance("input", path, (vectors.ndim - 2,), vectors.shape[-2])
 
 
@@ -352,7 +355,7 @@ class _Trace:
     first: Tensor | None = None
 
 
-def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
+def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> list[Entrance]:
     part, trace, hooks = model.get_submodule(path), _Trace(), []
 
     def floats(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -384,8 +387,8 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         for hook in hooks:
             hook.remove()
     if trace.first is None:
-        return None
-    front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each[1:])]
+        return []
+    front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each)]
     if front:
         name, _, answer, _ = trace.convolutions[front[-1]]
         places = math.prod(answer.shape[2:])
@@ -394,27 +397,34 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         same = [each for each in behind if max(each[3].kernel_size) == 1 and each[2].shape[2:] == answer.shape[2:]]
         name = same[-1][0] if same else name
         if places == 1:
-            return Entrance("output", name, (0,), answer.shape[0])
+            return [Entrance("output", name, (0,), answer.shape[0])]
         seen, sizes = trace.first.shape[-2], list(answer.shape[2:])
+        if len(sizes) == 3 and sizes[0] > 1 and seen == sizes[1] * sizes[2]:  # the places of one frame
+            return [Entrance("output", name, (2,), sizes[0]), Entrance("output", name, (3, 4), seen)]
         if not 0 <= seen - places <= MARGIN and seen in sizes:  # [B, C, time, frequencies]
-            return Entrance("output", name, (2 + sizes.index(seen),), seen)
-        return Entrance("output", name, tuple(range(2, answer.ndim)), places)
+            return [Entrance("output", name, (2 + sizes.index(seen),), seen)]
+        return [Entrance("output", name, tuple(range(2, answer.ndim)), places)]
     if trace.given is None or trace.given.ndim not in (2, 3) or trace.given.ndim != trace.first.ndim:
-        return None
+        return []
     dim = trace.given.ndim - 2
     count, seen = trace.given.shape[dim], trace.first.shape[-2]
     if not 0 <= seen - count <= MARGIN:
-        return None
-    return Entrance("input", path, (dim,), count) if path else _as_argument(read, trace.given, dim)
+        return []
+    return [Entrance("input", path, (dim,), count)] if path else _as_argument(read, trace.given, dim)
 
 
-def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
-    """Whether a convolution divides its input into patches or shortens it. Transposed ones lengthen it, for the output."""
+def _is_front_end(name: str, given: Tensor, answer: Tensor, module: Any) -> bool:
+    """Whether a convolution divides its input into patches or shortens it. Transposed ones lengthen it, for the output.
+
+    A patch can also be a single pixel.
+    """
     if module.transposed:
         return False
+    if "patch_embed" in name and max(module.kernel_size) == 1:
+        return True
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
-def _as_argument(read: Reading, given: Tensor, dim: int) -> Entrance | None:
+def _as_argument(read: Reading, given: Tensor, dim: int) -> list[Entrance]:
     name = next((name for name, tensor in read(0).items() if tensor.shape == given.shape), None)
-    return None if name is None else Entrance("argument", name, (dim,), given.shape[dim])
+    return [] if name is None else [Entrance("argument", name, (dim,), given.shape[dim])]

@@ -84,6 +84,7 @@ RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipe
 - `vectors`: path of the module that returns one vector per position, if the model returns fewer.
 - `entrance`: path of the module that receives the content.
 - `architectures`: the config's field, if AutoModel selects a class by it.
+- `stock_fails`: check -> why the original model fails it. It applies only if the original model does fail.
 """
 
 
@@ -325,4 +326,7 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.is_floating_point():
                 centre = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
                 parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("embed_sum"):  # a codebook, from which all codes would get the same vector
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
     return model

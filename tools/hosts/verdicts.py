@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
+        return bool(self.checks) and all(_is_passed(result) for result in self.checks.values())
 
     @property
     def acts_in_attention(self) -> bool:
@@ -70,24 +70,26 @@ class Verdict:
         return self.passed and not self.acts_in_attention
 
     @property
+    def stock_fails(self) -> dict[str, str]:
+        """Check -> why the original model fails it."""
+        prefix = f"{checks.STOCK_FAILS} ("
+        return {name: result[len(prefix) : -1] for name, result in self.checks.items() if result.startswith(prefix)}
+
+    @property
     def failed(self) -> bool:
         return any(result.startswith(checks.FAILED) for result in self.checks.values())
 
     @property
     def not_applicable(self) -> str:
-        """The checks that don't apply, and the unsupported encodings."""
+        """The checks that don't apply or that the original model fails, and the unsupported encodings."""
         without = [encoding for encoding in checks.ENCODINGS if encoding not in self.encodings]
-        return ", ".join([*(name for name, result in self.checks.items() if result == checks.NOT_APPLICABLE), *without])
+        return ", ".join([*(name for name, result in self.checks.items() if result != checks.PASSED), *without])
 
     @property
     def not_passed(self) -> str:
         """The first check that didn't pass."""
         return next(
-            (
-                f"{name}: {result}"
-                for name, result in self.checks.items()
-                if result not in (checks.PASSED, checks.NOT_APPLICABLE)
-            ),
+            (f"{name}: {result}" for name, result in self.checks.items() if not _is_passed(result)),
             "no check was run",
         )
 
@@ -95,6 +97,10 @@ class Verdict:
     def rank(self) -> int:
         """A higher rank is better. A directory has the verdict of its model type with the highest rank."""
         return 4 * self.verified + 3 * self.embeds_only + 2 * self.taken + bool(self.reason)
+
+
+def _is_passed(result: str) -> bool:
+    return result in (checks.PASSED, checks.NOT_APPLICABLE) or result.startswith(checks.STOCK_FAILS)
 
 
 def judge(kind: str) -> Verdict:

@@ -1,8 +1,9 @@
-"""Convolutions whose outputs are added to the hidden states as positions: wav2vec 2.0, HuBERT, WavLM, SEW.
+"""Convolutions whose outputs are added to the hidden states as positions: wav2vec 2.0, HuBERT, WavLM, SEW, OmniASR.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
 class PositionalConvolution(PositionComponent):
     """A module that maps hidden states, `[B, L, D]` or `[B, D, L]`, to vectors that are added to them.
 
+    Some modules return the sum (OmniASR).
     A strided convolution returns fewer vectors, in models that also pool their hidden states (SEW).
     """
 
@@ -64,6 +66,18 @@ class PositionalConvolution(PositionComponent):
                 return axis
         return None
 
+    @property
+    def returns_sum(self) -> bool:
+        """Whether the module returns its inputs plus the vectors, determined by a copy whose convolutions return zeros."""
+        module = copy.deepcopy(self.module).to(torch.float32).to_empty(device="cpu")
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv1d):
+                layer.register_forward_hook(lambda module, args, answer: torch.zeros_like(answer))
+        given = torch.linspace(-1, 1, 7 * self.width).view(1, 7, self.width)
+        given = given if self.token_axis == 1 else given.transpose(1, 2)
+        with torch.no_grad():
+            return torch.equal(module(given), given)
+
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, DisabledConvolution(stack, self, adds_vectors))
 
@@ -81,12 +95,16 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 class DisabledConvolution(Disabled):
-    """Returns the vectors of the encoding, or zeros if they are added elsewhere."""
+    """Returns the vectors of the encoding, or zeros if they are added elsewhere.
+
+    The vectors are added to the inputs if the original module does that.
+    """
 
     def __init__(self, stack: Any, component: PositionalConvolution, adds_vectors: bool) -> None:
         super().__init__(stack, component.path, component.layers[0])
         axis = component.token_axis
         assert axis is not None, f"{component.path} was found without an axis of tokens"
+        self.returns_sum = component.returns_sum
         self.adds_vectors, self.token_axis, self.width, self.sizes = adds_vectors, axis, component.width, component.sizes
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -98,7 +116,8 @@ class DisabledConvolution(Disabled):
         if vectors is None:
             vectors = hidden_states.new_zeros(()).expand(1, length, self.width)
         vectors = vectors if self.token_axis == 1 else vectors.transpose(1, 2)
-        return vectors.to(hidden_states.dtype)
+        vectors = vectors.to(hidden_states.dtype)
+        return hidden_states + vectors if self.returns_sum else vectors
 
 
 def answered(sizes: Sequence[tuple[int, int, int]], length: int) -> int:
