@@ -69,7 +69,6 @@ QUICK = ("deberta-v2", "gptj", "hy_v4", "bart", "yolos", "wav2vec2-conformer", "
 """One or two of each group, for `make test`. models.py has none of these architectures."""
 OPEN = {
     "granite_speech5_ctc",
-    "muse_glimmer_assistant",
     "muse_glimmer_vision",
     "muse_spark_vision",
 }

@@ -6,9 +6,9 @@
     python -m tools.check_support --types llama,bert
 
 A model family is a directory of Transformers with a model type. It counts if one of its model types passes every check of
-`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that the original model fails for a
-known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped", and then the model type
-doesn't count.
+`hosts/checks.py`. A check that doesn't apply, such as a cache for an encoder, is "-". A check that the original model fails
+for a known reason is "stock fails", and the report lists the reason. A check that can't run is "skipped", and then the model
+type doesn't count.
 
 With --csv_file, it first prints what has changed since the file was written, for example with another version of Transformers.
 With --types, the file isn't written.

@@ -127,6 +127,10 @@ UNSUPPORTED = {
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
     ),
+    "decision_transformer.DecisionTransformerModel": Refusal(
+        "adds embeddings of time steps, and passes position 0 for all tokens to its decoder",
+        "Use another decoder, such as GPT-2.",
+    ),
     "dory.DoryAttention": Refusal(
         "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
     ),
@@ -147,6 +151,9 @@ UNSUPPORTED = {
         "Use a model with a separate text encoder, such as CLIP.",
     ),
     "mra.MraSelfAttention": Refusal("compares averages of neighboring tokens, which depend on order", _TOGETHER),
+    "muse_glimmer_assistant.MuseGlimmerAssistantAttention": Refusal(
+        "compares its tokens with those of another model, whose positions it doesn't know", "Patch the model that it assists."
+    ),
     "nystromformer.NystromformerSelfAttention": Refusal(
         "compares averages of neighboring tokens, which depend on order", _TOGETHER
     ),
