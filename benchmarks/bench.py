@@ -4,6 +4,7 @@
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
+    python scripts/bench.py --against v0.2 --groups forward-512-fp32 --encodings alibi,shaw
     python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/results/speed.md
 
 Each group of subjects is measured in one process. In each round, every subject runs once, in random order, so that other load
@@ -31,7 +32,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-from benchmarks import grid, report, results, subjects
+from benchmarks import against, grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
@@ -83,6 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a module that defines encodings of your own; several separated by commas, or the option again",
     )
     add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
+    add("--against", metavar="REVISION", help="also measure this commit, and print what is slower or faster than there")
     add("--rounds", type=int, help="how often each subject is timed; default: 20")
     add("--warmup", type=int, default=2, help="and run before that")
     add("--threads", type=int, default=2)
@@ -103,6 +105,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
     if (arguments.report_only or arguments.docs_file) and not arguments.output_dir:
         parser.error("--report_only and --docs_file go with --output_dir, where the results are")
+    if arguments.against and (arguments.output_dir or arguments.device == "cuda"):
+        parser.error("--against prints what has changed on a CPU. Omit --output_dir, --report_only, --docs_file, and --device.")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
         parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
     if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
@@ -162,6 +166,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.list:
         print(*report.listing(chosen_groups(arguments)), sep="\n")
         return
+    if arguments.against:
+        try:
+            print(against.compare(arguments.against, shared_flags(arguments)), end="")
+        except ValueError as error:
+            sys.exit(str(error))
+        return
     folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
     file: Any = folder / f"{stem}.json" if folder else None
     if arguments.report_only and file is not None and not file.exists():
@@ -179,6 +189,13 @@ def main(argv: list[str] | None = None) -> None:
         report.write_tables(arguments.docs_file, by_device(folder))
     if without:
         sys.exit(f"nothing could be measured in {', '.join(without)}: the reasons are above; the same command tries again")
+
+
+def shared_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags that determine what is measured, and how, for another process."""
+    names = ("device", "groups", "encodings", "rounds", "warmup", "threads", "clock", "seed", "v4_env")
+    flags = [each for name in names if (value := getattr(arguments, name)) is not None for each in (f"--{name}", str(value))]
+    return [*flags, *(each for name in arguments.modules for each in ("--import", name)), *["--quick"] * arguments.quick]
 
 
 def by_device(folder: Path) -> dict[str, Any]:
