@@ -125,6 +125,12 @@ class Structure:
         return next(axes, custom.token_axis(next(iter(self.attentions.values()))))
 
     @property
+    def block_token_axis(self) -> int:
+        """The token axis of the output of the attention blocks."""
+        axes = (source.layer_token_axis for source in self.components if source.layer_token_axis is not None)
+        return next(axes, custom.block_token_axis(next(iter(self.attentions.values()))))
+
+    @property
     def offset(self) -> int:
         """The position id of the first token."""
         return next((component.offset for component in self.components if component.offset is not None), 0)

@@ -31,7 +31,8 @@ class CustomAttention:
     is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
     closed: module -> why an encoding can't be applied to its scores, so that it supports additive encodings only. "" if it can.
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
-    token_axis: the token axis of the hidden states that enter its layer.
+    token_axis: the token axis of the hidden states that enter its layer. With rows and columns of tokens, the first of two axes.
+    block_token_axis: the token axis of the output of its block. None: the same.
     num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
     forward: module, its arguments -> the output of its forward method, with the encoding applied.
     """
@@ -41,6 +42,7 @@ class CustomAttention:
     closed: Callable[[Any], str] = always_supported
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
+    block_token_axis: int | None = None
     num_earlier_value_matmuls: int = 0
     forward: Callable[..., Any] | None = None
 
@@ -86,6 +88,12 @@ def token_axis(module: nn.Module) -> int:
     """The token axis of the hidden states that enter the layer of an attention."""
     row = row_of(module)
     return 1 if row is None else row.token_axis
+
+
+def block_token_axis(module: nn.Module) -> int:
+    """The token axis of the output of the block of an attention."""
+    row = row_of(module)
+    return token_axis(module) if row is None or row.block_token_axis is None else row.block_token_axis
 
 
 def closed(module: nn.Module) -> str:

@@ -58,7 +58,7 @@ KNOWN = {
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
     "trocr.TrOCRAttention": _SCALED_BEFORE,
     "vilt.ViltSelfAttention": _PLAIN,
-    "vitdet.VitDetAttention": _SCALED_BEFORE,
+    "vitdet.VitDetAttention": CustomAttention(unscaled, token_axis=2, block_token_axis=1),
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
@@ -132,6 +132,9 @@ UNSUPPORTED = {
     "big_bird.BigBirdBlockSparseAttention": Refusal(
         "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
     ),
+    "bigbird_pegasus.BigBirdPegasusBlockSparseAttention": Refusal(
+        "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
+    ),
     "canine.CanineSelfAttention": Refusal(
         "attends within segments of characters that convolutions combine", "Use a model of bytes, such as ByT5."
     ),
@@ -154,6 +157,10 @@ UNSUPPORTED = {
         "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads averages of neighboring tokens, which depend on order", _TOGETHER),
+    "informer.InformerConvLayer": Refusal("halves the number of tokens between two layers", "Load the model with distil=False."),
+    "informer.InformerProbSparseAttention": Refusal(
+        "replaces the outputs of most queries by the mean of all values", "Load the model with attention_type='full'."
+    ),
     "lxmert.LxmertAttention": Refusal(
         "attends to tokens in one layer and to image regions in the next",
         "Use a model with a separate text encoder, such as CLIP.",

@@ -54,7 +54,9 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     They are computed once per forward pass, unless they are trained. If the hidden states have a row and a column axis, or no
     batch, the vectors get the same shape. If there are several channels before L, each gets the same vectors.
     """
-    if token_axis != 1:
+    if token_axis == 2:
+        length = math.prod(hidden.shape[2:])
+    elif token_axis != 1:
         length = hidden.shape[token_axis]
     else:
         length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])

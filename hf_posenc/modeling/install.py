@@ -210,9 +210,11 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
         hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
-    add = hooks.before if spec.inject == "every_layer" else hooks.after
     for path, here in places.items():
-        add(stack.get_submodule(path), here, token_axis)
+        if spec.inject == "every_layer":
+            hooks.before(stack.get_submodule(path), here, token_axis)
+        else:
+            hooks.after(stack.get_submodule(path), here, structure.block_token_axis)
     return tuple(places)
 
 
