@@ -145,12 +145,6 @@ UNSUPPORTED = {
     "dory.DoryAttention": Refusal(
         "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
     ),
-    "eomt.EomtForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
-    ),
-    "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv3."
-    ),
     "fnet.FNetBasicFourierTransform": Refusal("mixes tokens with a Fourier transform, which depends on order", _TOGETHER),
     "fsmt.Attention": Refusal(
         "is used by an encoder and a decoder whose positions can't be distinguished",
@@ -176,9 +170,6 @@ UNSUPPORTED = {
     "rf_detr.RfDetrDinov2Embeddings": Refusal(
         "divides its patches into windows with class tokens, which some of its layers join",
         "Use a model that reads only patches, such as DINOv2.",
-    ),
-    "videomt.VideomtForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
     "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which no bias can be added", _TOGETHER),
 }
