@@ -191,7 +191,7 @@ def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module],
     """The self-attentions and the cross-attentions, each by path."""
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for path, module in modules.items():
-        if _is_attention(module):
+        if _is_attention(module) and custom.reads_tokens(path, module):
             found[_is_cross_attention(path, module)][path] = module
     return found
 

@@ -295,6 +295,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
     left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
+    left = [path for path in left if custom.reads_tokens(path, model.get_submodule(path))]
     if where:
         left = [path for path in left if any(path.startswith(f"{stack}.") for stack in found)]
     if not (found or taken) or left:

@@ -5,6 +5,7 @@ them. A checkpoint contains these modules only if its model has such an attentio
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ class CustomAttention:
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
     token_axis: the token axis of the hidden states that enter its layer. With rows and columns of tokens, the first of two axes.
     block_token_axis: the token axis of the output of its block. None: the same.
+    other_paths: regular expression for paths of modules of this class that read other inputs, to which no encoding applies.
+    joined_at: path of the stack's module that appends tokens of another input, which have no position, to the text.
     num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
     forward: module, its arguments -> the output of its forward method, with the encoding applied.
     """
@@ -43,6 +46,8 @@ class CustomAttention:
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
     block_token_axis: int | None = None
+    other_paths: str = ""
+    joined_at: str = ""
     num_earlier_value_matmuls: int = 0
     forward: Callable[..., Any] | None = None
 
@@ -76,6 +81,18 @@ def name_of(module: nn.Module) -> str:
     """The directory and class of one of Transformers' own modules, or "" for other modules."""
     package, *path = type(module).__module__.split(".")
     return f"{path[1]}.{type(module).__name__}" if package == "transformers" and path[0] == "models" else ""
+
+
+def reads_tokens(path: str, module: nn.Module) -> bool:
+    """Whether the attention at a path reads the tokens of its stack, rather than another input, such as image regions."""
+    row = row_of(module)
+    return row is None or not row.other_paths or re.search(row.other_paths, path) is None
+
+
+def joined_at(module: nn.Module) -> str:
+    """The path of the module that appends tokens without a position to the text, or ""."""
+    row = row_of(module)
+    return "" if row is None else row.joined_at
 
 
 def is_causal(module: nn.Module) -> bool:

@@ -51,13 +51,13 @@ KNOWN = {
     "fastspeech2_conformer.FastSpeech2ConformerAttention": _PLAIN,
     "fsmt.Attention": CustomAttention(unscaled, token_axis=0),
     "informer.InformerAttention": _SCALED_BEFORE,
-    "lxmert.LxmertAttention": _PLAIN,
+    "lxmert.LxmertAttention": CustomAttention(other_paths="r_layers|visn_self_att|visual_attention"),
     "pegasus_x.PegasusXAttention": _SCALED_BEFORE,
     "pvt.PvtEfficientSelfAttention": _PLAIN,
     "seggpt.SegGptAttention": _SCALED_BEFORE,
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
     "trocr.TrOCRAttention": _SCALED_BEFORE,
-    "vilt.ViltSelfAttention": _PLAIN,
+    "vilt.ViltSelfAttention": CustomAttention(joined_at="embeddings"),
     "vitdet.VitDetAttention": CustomAttention(unscaled, token_axis=2, block_token_axis=1),
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
@@ -154,10 +154,6 @@ UNSUPPORTED = {
     "informer.InformerConvLayer": Refusal("halves the number of tokens between two layers", "Load the model with distil=False."),
     "informer.InformerProbSparseAttention": Refusal(
         "replaces the outputs of most queries by the mean of all values", "Load the model with attention_type='full'."
-    ),
-    "lxmert.LxmertAttention": Refusal(
-        "attends to tokens in one layer and to image regions in the next",
-        "Use a model with a separate text encoder, such as CLIP.",
     ),
     "mra.MraSelfAttention": Refusal("compares averages of neighboring tokens, which depend on order", _TOGETHER),
     "nystromformer.NystromformerSelfAttention": Refusal(

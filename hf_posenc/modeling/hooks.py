@@ -48,6 +48,13 @@ def add_to_output(
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
+def record_tokens_behind(module: nn.Module, args: tuple, output: Any) -> None:
+    """Hook of the module that appends tokens of another input to the text. Records that they have no position."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if (context := dispatch.CURRENT.context) is not None:
+        context.record(extra_tokens=(0, hidden.shape[1] - context.positions.shape[1]))
+
+
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
 

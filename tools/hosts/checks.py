@@ -440,6 +440,7 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
     padded[mask] = shown.long()
     beside = host.run(model, padded)
     vectors = probe.read(beside)
+    shown = torch.cat([shown, torch.ones(1, max(0, vectors.shape[1] - shown.shape[1]))], 1)  # an image's tokens come last
     vectors = vectors[:, shown[0].bool()] if vectors.shape[1] == shown.shape[1] else vectors
     apart = _apart(vectors, probe.read(alone))
     return apart < SAME and (probe.part != "encoder" or _apart(beside.vectors, alone.vectors) < SAME)

@@ -134,6 +134,10 @@ class DisabledTable(Disabled):
         return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
+        (stack,), context = self._stack, CURRENT.context
+        if context is not None and context.encoding is stack.posenc and "position_ids" not in stack.posenc_state.inputs.names:
+            if context.positions.shape[-1] == position_ids.shape[-1]:  # the original IDs count padding on the left
+                return self.vectors(context.positions)
         if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # equal positions in all rows are computed once
             position_ids = position_ids[:1]
         return self.vectors(position_ids - (self.offset or 0))

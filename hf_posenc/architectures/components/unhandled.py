@@ -21,8 +21,8 @@ OTHER_INPUTS = re.compile(
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
 """Paths of embeddings that don't encode word order: coordinates of boxes on a page, and inputs besides the tokens."""
-OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
-"""Class of a stack that reads both images and tokens -> name of its parameter for positions in images."""
+OF_IMAGES = {"LayoutLMv3Model": "pos_embed", "ViltEmbeddings": "position_embeddings"}
+"""Class of a module of a stack that reads both images and tokens -> name of its parameter for positions in images."""
 CONVOLUTIONS = "order-sensitive convolutions"
 JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
