@@ -222,7 +222,8 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
 
     Raises UnsupportedModelError if a positional component can't be replaced.
     """
-    modules = _modules_outside(stack, taken := [*taken])
+    taken = [*taken, *(path for path, module in stack.named_modules() if path and custom.name_of(module) in custom.OTHER_PARTS)]
+    modules = _modules_outside(stack, taken)
     _refuse_modules(stack, modules)
     attentions, _ = _attentions(modules)
     if not attentions:

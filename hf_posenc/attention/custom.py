@@ -34,8 +34,6 @@ class CustomAttention:
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
     token_axis: the token axis of the hidden states that enter its layer. With rows and columns of tokens, the first of two axes.
     block_token_axis: the token axis of the output of its block. None: the same.
-    other_paths: regular expression for paths of modules of this class that read other inputs, to which no encoding applies.
-    joined_at: path of the stack's module that appends tokens of another input, which have no position, to the text.
     num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
     forward: module, its arguments -> the output of its forward method, with the encoding applied.
     """
@@ -46,14 +44,23 @@ class CustomAttention:
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
     block_token_axis: int | None = None
-    other_paths: str = ""
-    joined_at: str = ""
     num_earlier_value_matmuls: int = 0
     forward: Callable[..., Any] | None = None
 
 
 ROWS: dict[str, CustomAttention] = {}
 """Keys are the directory and class of Transformers' own attentions, or the module and class of a custom attention."""
+
+OTHER_INPUTS = {
+    "idefics.IdeficsPerceiverAttention": "",
+    "idefics.IdeficsVisionAttention": "",
+    "lxmert.LxmertAttention": "r_layers|visn_self_att|visual_attention",
+}
+"""Directory and class of an attention -> regular expression for its paths where it reads other inputs than the stack's tokens, to
+which no encoding applies."""
+
+OTHER_PARTS = frozenset(["idefics.IdeficsPerceiverResampler", "idefics.IdeficsVisionTransformer"])
+"""Directory and class of modules that compute another input, whose positions stay. Models of other families are their own stacks."""
 
 
 def add_row(cls: type[nn.Module], row: CustomAttention) -> None:
@@ -85,14 +92,8 @@ def name_of(module: nn.Module) -> str:
 
 def reads_tokens(path: str, module: nn.Module) -> bool:
     """Whether the attention at a path reads the tokens of its stack, rather than another input, such as image regions."""
-    row = row_of(module)
-    return row is None or not row.other_paths or re.search(row.other_paths, path) is None
-
-
-def joined_at(module: nn.Module) -> str:
-    """The path of the module that appends tokens without a position to the text, or ""."""
-    row = row_of(module)
-    return "" if row is None else row.joined_at
+    others = OTHER_INPUTS.get(name_of(module))
+    return others is None or re.search(others, path) is None
 
 
 def is_causal(module: nn.Module) -> bool:

@@ -15,6 +15,9 @@ from hf_posenc import _compat
 from hf_posenc.attention import dispatch
 from hf_posenc.signatures import BoundCall, argument_names
 
+JOINED = {"UdopStack": "dropout", "ViltModel": "embeddings"}
+"""Class of a stack that reads text and images -> path of the module whose output has the image's tokens behind the text."""
+
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Register a hook that adds the vectors of these parts to the hidden states that enter a layer."""
@@ -46,6 +49,11 @@ def add_to_output(
     hidden, *others = output if isinstance(output, tuple) else (output,)
     hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden)
     return (hidden, *others) if isinstance(output, tuple) else hidden
+
+
+def joined_at(stack: nn.Module) -> str:
+    """The path of the module whose output has tokens without a position behind the text, or ""."""
+    return next((JOINED[cls.__name__] for cls in type(stack).__mro__ if cls.__name__ in JOINED), "")
 
 
 def record_tokens_behind(module: nn.Module, args: tuple, output: Any) -> None:

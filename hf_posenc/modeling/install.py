@@ -81,7 +81,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         widened = row is not None and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
-    if joined := custom.joined_at(next(iter(structure.attentions.values()))):
+    if joined := hooks.joined_at(stack):
         stack.get_submodule(joined).register_forward_hook(hooks.record_tokens_behind)
     locations = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)

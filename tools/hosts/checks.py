@@ -486,12 +486,18 @@ def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str
     source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
     cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
-    for chunk in inputs[name].split(lengths, 1):
-        run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})
+    by_token = [name] if probe.part else [each for each, tensor in inputs.items() if _is_by_token(tensor)]
+    for chunk in zip(*(inputs[each].split(lengths, 1) for each in by_token), strict=True):
+        given = {**inputs, **dict(zip(by_token, chunk, strict=True))}
+        run = host.run(model, {**given, argument: cache, "use_cache": True})
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:
         return torch.inf
     return _apart(torch.cat(chunks, 1), probe.read(whole))
+
+
+def _is_by_token(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] == LENGTH
 
 
 CHECKS = {
