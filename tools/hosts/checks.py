@@ -433,7 +433,8 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
     alone = host.run(model, inputs)
     padded = dict(inputs)
     for name, tensor in inputs.items():
-        if name == probe.entrance.name or (not probe.part and tensor.ndim > 1 and tensor.shape[1] == LENGTH):
+        beside_it = not probe.part or (probe.part == "encoder" and not name.startswith("decoder"))
+        if name == probe.entrance.name or (beside_it and _is_by_token(tensor)):
             padding = tensor[:, :4].clone() * 0 + 3 if name in TOKENS else tensor[:, :4]
             padded[name] = torch.cat([padding, tensor] if left else [tensor, padding], 1)
     shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)

@@ -25,6 +25,8 @@ OF_IMAGES = {"LayoutLMv3Model": "pos_embed", "ViltEmbeddings": "position_embeddi
 """Class of a module of a stack that reads both images and tokens -> name of its parameter for positions in images."""
 OF_BOXES = frozenset(["RelativePositionBiasHorizontal", "RelativePositionBiasVertical"])
 """Classes of modules that compute biases by the boxes of tokens on a page (UDOP)."""
+SUMS = frozenset(["RelativePositionBiasAggregated"])
+"""Classes of modules that only sum the biases of the modules in them."""
 CONVOLUTIONS = "order-sensitive convolutions"
 JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
@@ -78,7 +80,10 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or is_one_of(OF_BOXES, module):
+        if is_one_of(OF_BOXES, module):
+            unused.append(path)  # by the tokens' order
+            continue
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or is_one_of(SUMS, module):
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
