@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.attention import custom, intercept
+from hf_posenc.attention import custom, intercept, local
 from hf_posenc.attention.custom import CustomAttention, name_of
 
 
@@ -36,12 +36,8 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
     return module.logit_scale.clamp(max=math.log(100)).exp()
 
 
-def sparse(module: Any) -> str:
-    """The reason for attentions that never multiply all queries by all keys."""
-    return "splits its queries and keys into chunks"
-
-
-_PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
+_PLAIN, _SCALED_BEFORE = CustomAttention(), CustomAttention(unscaled)
+_LONGFORMER = CustomAttention(unscaled, forward=local.longformer)
 _COSINES = CustomAttention(learned_scaling)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
@@ -52,6 +48,7 @@ KNOWN = {
     "fsmt.Attention": CustomAttention(unscaled, token_axis=0),
     "informer.InformerAttention": _SCALED_BEFORE,
     "lxmert.LxmertAttention": _PLAIN,
+    "pegasus_x.PegasusXGlobalLocalAttention": CustomAttention(unscaled, forward=local.pegasus_x),
     "pegasus_x.PegasusXAttention": _SCALED_BEFORE,
     "pvt.PvtEfficientSelfAttention": _PLAIN,
     "seggpt.SegGptAttention": _SCALED_BEFORE,
@@ -85,9 +82,10 @@ KNOWN = {
     "imagegpt.ImageGPTAttention": CustomAttention(imagegpt_scaling, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
-    "led.LEDEncoderSelfAttention": _SPARSE,
+    "led.LEDEncoderSelfAttention": _LONGFORMER,
     "lilt.LiltSelfAttention": CustomAttention(num_earlier_value_matmuls=1),
-    "longformer.LongformerSelfAttention": _SPARSE,
+    "longt5.LongT5LocalAttention": CustomAttention(unscaled, forward=local.longt5),
+    "longformer.LongformerSelfAttention": _LONGFORMER,
     "luke.LukeSelfAttention": CustomAttention(unsupported_inputs=("entity_hidden_states",)),
     "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
@@ -116,7 +114,7 @@ KNOWN = {
 }
 """Keys are directory and class. In each attention, the first product of two activations is that of queries and keys."""
 
-custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
+custom.ROWS.update({name: row if row.forward else replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
 
 
 @dataclass(frozen=True)
