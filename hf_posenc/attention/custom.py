@@ -59,8 +59,18 @@ OTHER_INPUTS = {
 """Directory and class of an attention -> regular expression for its paths where it reads other inputs than the stack's tokens, to
 which no encoding applies."""
 
-OTHER_PARTS = frozenset(["idefics.IdeficsPerceiverResampler", "idefics.IdeficsVisionTransformer"])
-"""Directory and class of modules that compute another input, whose positions stay. Models of other families are their own stacks."""
+OTHER_PARTS = frozenset(
+    [
+        "idefics.IdeficsPerceiverResampler",
+        "idefics.IdeficsVisionTransformer",
+        "vits.VitsDurationPredictor",
+        "vits.VitsHifiGan",
+        "vits.VitsPosteriorEncoder",
+        "vits.VitsResidualCouplingBlock",
+        "vits.VitsStochasticDurationPredictor",
+    ]
+)
+"""Directory and class of modules that read another input, or the outputs of the last layer. They don't change."""
 
 
 def add_row(cls: type[nn.Module], row: CustomAttention) -> None:

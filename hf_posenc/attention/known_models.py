@@ -41,15 +41,10 @@ _LONGFORMER = CustomAttention(unscaled, forward=local.longformer)
 _COSINES = CustomAttention(learned_scaling)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
-    "bigbird_pegasus.BigBirdPegasusDecoderAttention": _SCALED_BEFORE,
     "bigbird_pegasus.BigBirdPegasusSelfAttention": _PLAIN,
-    "cpmant.CpmAntAttention": _PLAIN,
-    "fastspeech2_conformer.FastSpeech2ConformerAttention": _PLAIN,
-    "fsmt.Attention": CustomAttention(unscaled, token_axis=0),
     "informer.InformerAttention": _SCALED_BEFORE,
     "lxmert.LxmertAttention": _PLAIN,
     "pegasus_x.PegasusXGlobalLocalAttention": CustomAttention(unscaled, forward=local.pegasus_x),
-    "pegasus_x.PegasusXAttention": _SCALED_BEFORE,
     "pvt.PvtEfficientSelfAttention": _PLAIN,
     "seggpt.SegGptAttention": _SCALED_BEFORE,
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
@@ -107,6 +102,7 @@ KNOWN = {
     "tapas.TapasSelfAttention": _PLAIN,
     "timesformer.TimesformerSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "vits.VitsAttention": _SCALED_BEFORE,
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
