@@ -21,7 +21,7 @@ from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
 from hf_posenc.modeling.position_ids import PositionInputs, StackState
-from hf_posenc.signatures import BoundCall, argument_names
+from hf_posenc.signatures import BoundCall, argument_names, token_argument
 
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that apply in it."""
@@ -90,6 +90,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     inputs = PositionInputs(
         names=argument_names(stack),
         passes_keywords=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
+        tokens=token_argument(stack),
         offset=structure.offset,
         refused=tuple(name for component in structure.components for name in component.arguments),
         # BERT slices default token types from a buffer with the original length, so they are created from shapes instead.
@@ -117,7 +118,13 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.cross_attentions
     if "posenc" not in stack._modules:
         stack.posenc = PositionEncoding(geometry)
-        inputs = PositionInputs(argument_names(stack), offset=structure.offset, replaces=False, flattens=structure.flattens)
+        inputs = PositionInputs(
+            argument_names(stack),
+            tokens=token_argument(stack),
+            offset=structure.offset,
+            replaces=False,
+            flattens=structure.flattens,
+        )
         stack.posenc_state = StackState(spec, inputs, {})
     looking = replace(structure, attentions=across)
     parts = parts_by_attention(looking, spec)
