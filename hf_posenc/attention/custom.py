@@ -55,6 +55,9 @@ OTHER_INPUTS = {
     "idefics.IdeficsPerceiverAttention": "",
     "idefics.IdeficsVisionAttention": "",
     "lxmert.LxmertAttention": "r_layers|visn_self_att|visual_attention",
+    "vjepa2.VJEPA2PoolerCrossAttention": "",
+    "vjepa2.VJEPA2PoolerSelfAttention": "",
+    "vjepa2.VJEPA2RopeAttention": "predictor",
 }
 """Directory and class of an attention -> regular expression for its paths where it reads other inputs than the stack's tokens, to
 which no encoding applies."""
@@ -68,6 +71,8 @@ OTHER_PARTS = frozenset(
         "vits.VitsPosteriorEncoder",
         "vits.VitsResidualCouplingBlock",
         "vits.VitsStochasticDurationPredictor",
+        "vjepa2.VJEPA2AttentivePooler",
+        "vjepa2.VJEPA2Predictor",
     ]
 )
 """Directory and class of modules that read another input, or the outputs of the last layer. They don't change."""

@@ -149,6 +149,10 @@ UNSUPPORTED = {
     "informer.InformerProbSparseAttention": Refusal(
         "replaces the outputs of most queries by the mean of all values", "Load the model with attention_type='full'."
     ),
+    "longt5.LongT5TransientGlobalAttention": Refusal(
+        "also attends to sums of neighboring tokens, which depend on order",
+        "Use a LongT5 with encoder_attention_type='local', or T5.",
+    ),
     "mra.MraSelfAttention": Refusal("compares averages of neighboring tokens, which depend on order", _TOGETHER),
     "nystromformer.NystromformerSelfAttention": Refusal(
         "compares averages of neighboring tokens, which depend on order", _TOGETHER
