@@ -19,18 +19,12 @@ def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
     return head_dim**-0.5
 
 
-def always_supported(module: Any) -> str:
-    """An empty reason, because an encoding can be applied."""
-    return ""
-
-
 @dataclass(frozen=True)
 class CustomAttention:
     """Describes an attention that doesn't use the attention interface.
 
     scaling: module, E -> the factor by which its forward method multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
-    closed: module -> why an encoding can't be applied to its scores, so that it supports additive encodings only. "" if it can.
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
     token_axis: the token axis of the hidden states that enter its layer. With rows and columns of tokens, the first of two axes.
     block_token_axis: the token axis of the output of its block. None: the same.
@@ -40,7 +34,6 @@ class CustomAttention:
 
     scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
     is_causal: bool = False
-    closed: Callable[[Any], str] = always_supported
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
     block_token_axis: int | None = None
@@ -127,12 +120,6 @@ def block_token_axis(module: nn.Module) -> int:
     """The token axis of the output of the block of an attention."""
     row = row_of(module)
     return token_axis(module) if row is None or row.block_token_axis is None else row.block_token_axis
-
-
-def closed(module: nn.Module) -> str:
-    """Why an encoding can't be applied in an attention, or ""."""
-    row = row_of(module)
-    return "" if row is None else row.closed(module)
 
 
 def install(module: Any) -> None:

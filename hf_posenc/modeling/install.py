@@ -71,8 +71,6 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
 
             eager = user_models.own_eager_function(module)
         _enter(module, posenc, AttentionState(parts[path], eager=eager))
-        if custom.closed(module):
-            continue
         if row is not None:
             custom.install(module)
         else:
