@@ -5,7 +5,7 @@ import torch
 
 import hf_posenc
 from closeness import assert_apart, assert_close
-from models import first, randomize_encoding, tiny, tokens
+from models import randomize_encoding, tiny, tokens
 
 LENGTH = 11
 WINDOWED = {

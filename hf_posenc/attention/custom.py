@@ -26,7 +26,7 @@ class CustomAttention:
     scaling: module, E -> the factor by which its forward method multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
-    token_axis: the token axis of the hidden states that enter its layer. With rows and columns of tokens, the first of two axes.
+    token_axis: the token axis of the hidden states that enter its layer. If tokens have rows and columns, the first.
     block_token_axis: the token axis of the output of its block. None: the same.
     num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
     forward: module, its arguments -> the output of its forward method, with the encoding applied.
@@ -52,8 +52,9 @@ OTHER_INPUTS = {
     "vjepa2.VJEPA2PoolerSelfAttention": "",
     "vjepa2.VJEPA2RopeAttention": "predictor",
 }
-"""Directory and class of an attention -> regular expression for its paths where it reads other inputs than the stack's tokens, to
-which no encoding applies."""
+"""Directory and class of an attention -> regular expression for its paths where it doesn't read the stack's tokens.
+
+No encoding applies there."""
 
 OTHER_PARTS = frozenset(
     [

@@ -145,7 +145,9 @@ UNSUPPORTED = {
         "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads averages of neighboring tokens, which depend on order", _TOGETHER),
-    "informer.InformerConvLayer": Refusal("halves the number of tokens between two layers", "Load the model with distil=False."),
+    "informer.InformerConvLayer": Refusal(
+        "halves the number of tokens between two layers", "Load the model with distil=False."
+    ),
     "informer.InformerProbSparseAttention": Refusal(
         "replaces the outputs of most queries by the mean of all values", "Load the model with attention_type='full'."
     ),

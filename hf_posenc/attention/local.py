@@ -1,8 +1,8 @@
 """Encodings in attentions over local windows or blocks and global tokens: Longformer, LED, LongT5, Pegasus-X.
 
-The original models compute scores in chunks, which have no place for a bias of all pairs. If an encoding acts in such an attention,
-it compares all pairs of tokens instead, and a mask hides the pairs that the original model doesn't compare. Its time and memory
-then grow with the square of the length. With other encodings, it runs the forward method of the original model.
+The original models compute scores in chunks, which have no place for a bias of all pairs. If an encoding acts in such an
+attention, it compares all pairs of tokens instead. A mask hides the pairs that the original model doesn't compare. Time and
+memory then grow with the square of the length. With other encodings, the forward method of the original model runs.
 
 Shapes: B batch, L tokens, G global tokens of Pegasus-X, H heads, E head_dim, D hidden_size.
 """
@@ -121,7 +121,8 @@ def _pegasus_x(module: Any, call: BoundCall, context: PositionContext) -> tuple[
         ("behind global tokens", count), lambda: replace(context, patches=PatchLayout(extra_tokens=(count, 0)), computed={})
     )
     query, key, value = (
-        each(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for each in (module.q_proj, module.k_proj, module.v_proj)
+        each(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        for each in (module.q_proj, module.k_proj, module.v_proj)
     )
     output = module.out_proj(_attend(module, query * module.scaling, key, value, (visible & shown[:, None])[:, None], context))
     others, hidden = output.split([count, length], dim=1)

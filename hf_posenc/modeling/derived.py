@@ -219,7 +219,7 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """The names of tied weights, without those of disabled positions, which UDOP ties."""
-        tied = self._tied_weights_keys
+        tied: Any = getattr(self, "_tied_weights_keys", None)
         if isinstance(tied, dict):
             modules = dict(self.named_modules())
             gone = {name for name in (*tied, *tied.values()) if isinstance(modules.get(name.rpartition(".")[0]), Disabled)}

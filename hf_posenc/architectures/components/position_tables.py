@@ -135,9 +135,9 @@ class DisabledTable(Disabled):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         (stack,), context = self._stack, CURRENT.context
-        if context is not None and context.encoding is stack.posenc and "position_ids" not in stack.posenc_state.inputs.names:
-            if context.positions.shape[-1] == position_ids.shape[-1]:  # the original IDs count padding on the left
-                return self.vectors(context.positions)
+        counted = context is not None and context.encoding is stack.posenc  # positions that leave out padding on the left
+        if counted and "position_ids" not in stack.posenc_state.inputs.names and _as_many(context.positions, position_ids):
+            return self.vectors(context.positions)
         if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # equal positions in all rows are computed once
             position_ids = position_ids[:1]
         return self.vectors(position_ids - (self.offset or 0))
@@ -159,6 +159,10 @@ class DisabledTable(Disabled):
     def width(self) -> int:
         """The size of the original vectors."""
         return self.shape[1]
+
+
+def _as_many(positions: Tensor, position_ids: Tensor) -> bool:
+    return positions.shape[-1] == position_ids.shape[-1]
 
 
 def _dtype(stack: Any) -> torch.dtype:

@@ -80,7 +80,7 @@ class RotaryAngles(KnownRotation):
 
 
 class PatchRotation(KnownRotation):
-    """An attention that computes the frame, row, and column of each patch. They are set to 0, where the rotation is the identity."""
+    """An attention that computes the frame, row, and column of each patch. They are set to 0, for which nothing is rotated."""
 
     classes = ("VJEPA2RopeAttention",)
 
