@@ -348,6 +348,7 @@ def test_inputs_beside_the_tokens_have_no_positions(kind):
 
 
 UNSUPPORTED = {
+    "autoformer": ({}, "shifted in time"),
     "big_bird": ({"attention_type": "block_sparse"}, "attention_type='original_full'"),
     "bigbird_pegasus": ({"attention_type": "block_sparse"}, "attention_type='original_full'"),
     "canine": ({}, "CanineSelfAttention"),
@@ -357,10 +358,12 @@ UNSUPPORTED = {
     "fnet": ({}, "Fourier"),
     "ibert": ({"quant_mode": True}, "quant_mode=False"),
     "informer": ({"attention_type": "prob"}, "attention_type='full'"),
+    "hiera": ({}, "order of mask units"),
     "longt5": ({"encoder_attention_type": "transient-global"}, "sums of neighboring tokens"),
     "mra": ({}, "SelfAttention.*BERT"),
     "nystromformer": ({}, "SelfAttention.*BERT"),
     "prophetnet": ({}, "as BART"),
+    "pvt": ({}, "merged patches"),
     "yoso": ({}, "hashes of queries and keys"),
 }
 

@@ -122,7 +122,12 @@ class Refusal:
 
 
 _TOGETHER = "Use a model whose attention compares all pairs of tokens, such as BERT."
+_ONE_MODEL = "is in an encoder and a decoder that are parts of one stack, because neither is a PreTrainedModel"
 UNSUPPORTED = {
+    "autoformer.AutoformerAttention": Refusal(
+        "sums values that are shifted in time, chosen by a Fourier transform, so it compares no pairs of tokens",
+        "Use a model with attention to time steps, such as TimeSeriesTransformer.",
+    ),
     "big_bird.BigBirdBlockSparseAttention": Refusal(
         "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
     ),
@@ -134,17 +139,23 @@ UNSUPPORTED = {
     ),
     "convbert.ConvBertSelfAttention": Refusal("adds the output of convolutions, which depend on order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
-        "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
+        "sees a prompt before the tokens, which its cache counts as tokens", "Use a decoder without such a prompt."
     ),
     "dory.DoryAttention": Refusal(
         "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
     ),
+    "fastspeech2_conformer.FastSpeech2ConformerAttention": Refusal(
+        _ONE_MODEL, "Use a text-to-speech model with a separate text encoder, such as VITS."
+    ),
     "fnet.FNetBasicFourierTransform": Refusal("mixes tokens with a Fourier transform, which depends on order", _TOGETHER),
     "fsmt.Attention": Refusal(
-        "is used by an encoder and a decoder whose positions can't be distinguished",
+        _ONE_MODEL,
         "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads averages of neighboring tokens, which depend on order", _TOGETHER),
+    "hiera.HieraMaskUnitAttention": Refusal(
+        "merges queries, and receives patches in the order of mask units", "Use a model that keeps all patches, such as ViT."
+    ),
     "informer.InformerConvLayer": Refusal(
         "halves the number of tokens between two layers", "Load the model with distil=False."
     ),
@@ -163,6 +174,12 @@ UNSUPPORTED = {
         "predicts several tokens at once, each with its own relative positions",
         "Use an encoder-decoder that predicts one token, such as BART.",
     ),
+    "pvt.PvtEfficientSelfAttention": Refusal(
+        "compares patches with merged patches, which have no single position",
+        "Use a model that keeps all patches, such as ViT.",
+    ),
+    "reformer.LSHSelfAttention": Refusal("compares tokens that a hash puts in the same chunk, in sorted order", _TOGETHER),
+    "reformer.LocalSelfAttention": Refusal("splits its queries and keys into chunks before it multiplies them", _TOGETHER),
     "rf_detr.RfDetrDinov2Embeddings": Refusal(
         "divides its patches into windows with class tokens, which some of its layers join",
         "Use a model that reads only patches, such as DINOv2.",
