@@ -1,5 +1,7 @@
 """Attentions over local windows or blocks and global tokens: Longformer, LED, LongT5, Pegasus-X."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -112,6 +114,7 @@ def test_rotations_and_biases_by_content(name, encoding, sees_order):
     """In windows that are longer than the input, the order of tokens is only known from the encoding."""
     model = randomize_encoding(hf_posenc.patch(tiny(name), encoding))
     given = inputs_of(name)
+    model = pickle.loads(pickle.dumps(model))
     forward, backward = (states(model, {**given, "input_ids": ids}) for ids in (given["input_ids"], given["input_ids"].flip(1)))
     backward = backward.unflatten(0, (2, LENGTH)).flip(1).flatten(0, 1)
     (assert_apart if sees_order else assert_close)(backward, forward)

@@ -23,25 +23,36 @@ from hf_posenc.encodings import PatchLayout, PositionContext
 from hf_posenc.signatures import BoundCall, argument_names
 
 
-def _forward(dense: Callable[[Any, BoundCall, PositionContext], Any]) -> Callable[..., Any]:
-    """The forward method of an attention that calls `dense` if an encoding acts in it, and the original method otherwise."""
+def longformer(module: Any, *args: Any, position_context: PositionContext | None = None, **kwargs: Any) -> Any:
+    """The forward method of Longformer's and LED's attention, with encodings."""
+    return _forward(_longformer, module, args, kwargs, position_context)
 
-    def forward(
-        module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
-    ) -> Any:
-        context = dispatch.context_for(module, position_context)
-        encodings = dispatch.active_encodings(module, context)
-        if all({*encoding.mechanisms()} <= {"embed"} for encoding in encodings):
-            return type(module).forward(module, *args, **kwargs)
-        call = BoundCall(argument_names(module), args, kwargs)
-        if call["output_attentions"] or kwargs.get("output_attentions"):
-            raise ValueError(
-                f"{type(module).__name__} doesn't return attention weights with {encodings[0].type!r}, because it compares all "
-                "pairs of tokens. Omit output_attentions, or use an additive encoding."
-            )
-        return dense(module, call, context)
 
-    return forward
+def longt5(module: Any, *args: Any, position_context: PositionContext | None = None, **kwargs: Any) -> Any:
+    """The forward method of LongT5's local attention, with encodings."""
+    return _forward(_longt5, module, args, kwargs, position_context)
+
+
+def pegasus_x(module: Any, *args: Any, position_context: PositionContext | None = None, **kwargs: Any) -> Any:
+    """The forward method of Pegasus-X's attention in its encoder, with encodings."""
+    return _forward(_pegasus_x, module, args, kwargs, position_context)
+
+
+def _forward(
+    dense: Callable[[Any, BoundCall, PositionContext], Any], module: Any, args: Any, kwargs: Any, given: PositionContext | None
+) -> Any:
+    """Call `dense` if an encoding acts in this attention, and the original forward method otherwise."""
+    context = dispatch.context_for(module, given)
+    encodings = dispatch.active_encodings(module, context)
+    if all({*encoding.mechanisms()} <= {"embed"} for encoding in encodings):
+        return type(module).forward(module, *args, **kwargs)
+    call = BoundCall(argument_names(module), args, kwargs)
+    if call["output_attentions"] or kwargs.get("output_attentions"):
+        raise ValueError(
+            f"{type(module).__name__} doesn't return attention weights with {encodings[0].type!r}, because it compares all "
+            "pairs of tokens. Omit output_attentions, or use an additive encoding."
+        )
+    return dense(module, call, context)
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, context: PositionContext) -> Tensor:
@@ -127,6 +138,3 @@ def _pegasus_x(module: Any, call: BoundCall, context: PositionContext) -> tuple[
     output = module.out_proj(_attend(module, query * module.scaling, key, value, (visible & shown[:, None])[:, None], context))
     others, hidden = output.split([count, length], dim=1)
     return F.pad(hidden, (0, 0, start, tokens.shape[1] - start - length)), others, None
-
-
-longformer, longt5, pegasus_x = _forward(_longformer), _forward(_longt5), _forward(_pegasus_x)
