@@ -10,6 +10,8 @@ from torch import nn
 
 TOKEN_INPUTS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
+TOKENS_AS = {"SpeechT5DecoderWithTextPrenet": "input_values", "SpeechT5EncoderWithTextPrenet": "input_values"}
+"""Class of a stack -> its argument for token IDs, if the name isn't input_ids."""
 IS_CAUSAL = "is_causal"
 """The config flag and forward argument with which Transformers makes a decoder bidirectional."""
 
@@ -22,9 +24,14 @@ def argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
+def token_argument(module: nn.Module) -> str:
+    """The name of a module's argument for token IDs."""
+    return next((TOKENS_AS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in TOKENS_AS), "input_ids")
+
+
 def reads_tokens(module: nn.Module) -> bool:
     """Whether a module reads token IDs."""
-    return "input_ids" in argument_names(module)
+    return token_argument(module) in argument_names(module)
 
 
 def flattens_ids(module: nn.Module) -> bool:

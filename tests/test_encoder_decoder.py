@@ -387,7 +387,7 @@ def test_where_needs_an_encoder_and_a_decoder():
 
 @torch.no_grad()
 def test_a_stack_that_is_not_named_may_be_one_that_is_refused():
-    sizes = dict(T5, local_radius=3, encoder_attention_type="local")
+    sizes = dict(T5, encoder_attention_type="transient-global")
     model = randomize(transformers.LongT5Model(transformers.LongT5Config(**sizes))).eval()
     with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(model, "alibi")

@@ -161,8 +161,8 @@ NONE = {
 TERMS = {"deberta-v2": dict(share_att_key=False, position_buckets=-1)}
 CAUSAL = ["bloom", "codegen", "ctrl", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "mpt", "openai-gpt"]
 CACHED = [kind for kind in CAUSAL if kind != "openai-gpt"]
-CLOSED = ["longformer"]
-OPEN = [kind for kind in NONE if kind not in CLOSED]
+WHOLE = [kind for kind in NONE if kind != "longformer"]
+"""Models that return the attention weights of all pairs. For Longformer, see test_local_attention.py."""
 
 
 @functools.cache
@@ -228,7 +228,7 @@ class Spy(hf_posenc.PositionEncoding, type="spy"):
         return query.new_zeros(1, 1, 1, 1)
 
 
-PROBABILITIES = [kind for kind in OPEN if kind not in ("lilt", "squeezebert", "layoutlmv3")]
+PROBABILITIES = [kind for kind in WHOLE if kind not in ("lilt", "squeezebert", "layoutlmv3")]
 """Models that return the softmax of their own scores only. LiLT adds the scores of boxes, LayoutLMv3 those of distances."""
 
 
@@ -251,7 +251,7 @@ def slopes(distance):
     return torch.stack([-distance.abs() * 2.0 ** (-2 * head) for head in (1, 2, 3, 4)])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OPEN if kind != "squeezebert"])
+@pytest.mark.parametrize("kind", [kind for kind in WHOLE if kind != "squeezebert"])
 @torch.no_grad()
 def test_a_bias_is_added_to_scaled_scores(kind):
     """The first layer adds the bias to scaled scores. Its inputs are the same without the bias."""
@@ -347,26 +347,23 @@ def test_inputs_beside_the_tokens_have_no_positions(kind):
         hf_posenc.patch(model, "alibi")(tokens(), **given(kind))
 
 
-@pytest.mark.parametrize("encoding", ["alibi", "rope", "sinusoidal+shaw"])
-def test_a_sparse_attention_takes_vectors_alone(encoding):
-    model = built("longformer")
-    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"LongformerSelfAttention") as error:
-        hf_posenc.patch(model, encoding)
-    assert error.value.reason == "attention without a supported mechanism"
-    hf_posenc.patch(model, "learned")
-
-
 UNSUPPORTED = {
+    "autoformer": ({}, "shifted in time"),
     "big_bird": ({"attention_type": "block_sparse"}, "attention_type='original_full'"),
+    "bigbird_pegasus": ({"attention_type": "block_sparse"}, "attention_type='original_full'"),
     "canine": ({}, "CanineSelfAttention"),
     "convbert": ({}, "ConvBertSelfAttention"),
     "cpmant": ({}, "CpmAntAttention"),
     "fsmt": ({}, "as Marian"),
     "fnet": ({}, "Fourier"),
     "ibert": ({"quant_mode": True}, "quant_mode=False"),
+    "informer": ({"attention_type": "prob"}, "attention_type='full'"),
+    "hiera": ({}, "order of mask units"),
+    "longt5": ({"encoder_attention_type": "transient-global"}, "sums of neighboring tokens"),
     "mra": ({}, "SelfAttention.*BERT"),
     "nystromformer": ({}, "SelfAttention.*BERT"),
     "prophetnet": ({}, "as BART"),
+    "pvt": ({}, "merged patches"),
     "yoso": ({}, "hashes of queries and keys"),
 }
 

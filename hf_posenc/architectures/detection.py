@@ -191,7 +191,7 @@ def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module],
     """The self-attentions and the cross-attentions, each by path."""
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for path, module in modules.items():
-        if _is_attention(module):
+        if _is_attention(module) and custom.reads_tokens(path, module):
             found[_is_cross_attention(path, module)][path] = module
     return found
 
@@ -222,7 +222,8 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
 
     Raises UnsupportedModelError if a positional component can't be replaced.
     """
-    modules = _modules_outside(stack, taken := [*taken])
+    taken = [*taken, *(path for path, module in stack.named_modules() if path and custom.name_of(module) in custom.OTHER_PARTS)]
+    modules = _modules_outside(stack, taken)
     _refuse_modules(stack, modules)
     attentions, _ = _attentions(modules)
     if not attentions:

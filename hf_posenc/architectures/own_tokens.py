@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.architectures.components.vision import count_queries
 from hf_posenc.architectures.structure import Structure, rows_of
 from hf_posenc.encodings import PatchLayout, position_ids_from_mask
 from hf_posenc.encodings.context import CURRENT
@@ -22,7 +23,10 @@ def install_hooks(structure: Structure) -> None:
     """Register the hooks that record the layout of the tokens in the context of a forward pass."""
     stack = structure.stack
     if structure.patches is not None:
-        stack.get_submodule(structure.patches).register_forward_hook(record_patch_grid)
+        projection = stack.get_submodule(structure.patches)
+        projection.register_forward_hook(record_patch_grid)
+        if queries := count_queries(stack):
+            projection.register_forward_hook(partial(record_queries, queries))
     for component in structure.components:
         if component.verb == "rotate" and "position_ids" in (names := argument_names(component.module)):
             hook = partial(record_image_boundaries, names)
@@ -53,6 +57,12 @@ def record_patch_grid(module: torch.nn.Module, args: tuple, output: Tensor) -> N
     grid = tuple(output.shape[2:])
     if CURRENT.context is not None and math.prod(grid) > 1:
         CURRENT.context.record(grid=grid, num_images=len(output))
+
+
+def record_queries(queries: int, module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+    """Hook of the same convolution. Records how many query tokens later layers have before the patches."""
+    if CURRENT.context is not None:
+        CURRENT.context.record(queries=queries)
 
 
 def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

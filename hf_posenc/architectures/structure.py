@@ -125,6 +125,12 @@ class Structure:
         return next(axes, custom.token_axis(next(iter(self.attentions.values()))))
 
     @property
+    def block_token_axis(self) -> int:
+        """The token axis of the output of the attention blocks."""
+        axes = (source.layer_token_axis for source in self.components if source.layer_token_axis is not None)
+        return next(axes, custom.block_token_axis(next(iter(self.attentions.values()))))
+
+    @property
     def offset(self) -> int:
         """The position id of the first token."""
         return next((component.offset for component in self.components if component.offset is not None), 0)
@@ -290,6 +296,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
     left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
+    left = [path for path in left if custom.reads_tokens(path, model.get_submodule(path))]
     if where:
         left = [path for path in left if any(path.startswith(f"{stack}.") for stack in found)]
     if not (found or taken) or left:

@@ -5,6 +5,7 @@ them. A checkpoint contains these modules only if its model has such an attentio
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,35 +19,57 @@ def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
     return head_dim**-0.5
 
 
-def always_supported(module: Any) -> str:
-    """An empty reason, because an encoding can be applied."""
-    return ""
-
-
 @dataclass(frozen=True)
 class CustomAttention:
     """Describes an attention that doesn't use the attention interface.
 
     scaling: module, E -> the factor by which its forward method multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
-    closed: module -> why an encoding can't be applied to its scores, so that it supports additive encodings only. "" if it can.
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
-    token_axis: the token axis of the hidden states that enter its layer.
+    token_axis: the token axis of the hidden states that enter its layer. If tokens have rows and columns, the first.
+    block_token_axis: the token axis of the output of its block. None: the same.
     num_earlier_value_matmuls: the number of products of weights and values that it computes before that of the tokens.
     forward: module, its arguments -> the output of its forward method, with the encoding applied.
     """
 
     scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
     is_causal: bool = False
-    closed: Callable[[Any], str] = always_supported
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
+    block_token_axis: int | None = None
     num_earlier_value_matmuls: int = 0
     forward: Callable[..., Any] | None = None
 
 
 ROWS: dict[str, CustomAttention] = {}
 """Keys are the directory and class of Transformers' own attentions, or the module and class of a custom attention."""
+
+OTHER_INPUTS = {
+    "idefics.IdeficsPerceiverAttention": "",
+    "idefics.IdeficsVisionAttention": "",
+    "lxmert.LxmertAttention": "r_layers|visn_self_att|visual_attention",
+    "vjepa2.VJEPA2PoolerCrossAttention": "",
+    "vjepa2.VJEPA2PoolerSelfAttention": "",
+    "vjepa2.VJEPA2RopeAttention": "predictor",
+}
+"""Directory and class of an attention -> regular expression for its paths where it doesn't read the stack's tokens.
+
+No encoding applies there."""
+
+OTHER_PARTS = frozenset(
+    [
+        "idefics.IdeficsPerceiverResampler",
+        "idefics.IdeficsVisionTransformer",
+        "vits.VitsDurationPredictor",
+        "vits.VitsHifiGan",
+        "vits.VitsPosteriorEncoder",
+        "vits.VitsResidualCouplingBlock",
+        "vits.VitsStochasticDurationPredictor",
+        "vjepa2.VJEPA2AttentivePooler",
+        "vjepa2.VJEPA2Predictor",
+    ]
+)
+"""Directory and class of modules that read another input, or the outputs of the last layer. They don't change."""
 
 
 def add_row(cls: type[nn.Module], row: CustomAttention) -> None:
@@ -76,6 +99,12 @@ def name_of(module: nn.Module) -> str:
     return f"{path[1]}.{type(module).__name__}" if package == "transformers" and path[0] == "models" else ""
 
 
+def reads_tokens(path: str, module: nn.Module) -> bool:
+    """Whether the attention at a path reads the tokens of its stack, rather than another input, such as image regions."""
+    others = OTHER_INPUTS.get(name_of(module))
+    return others is None or re.search(others, path) is None
+
+
 def is_causal(module: nn.Module) -> bool:
     """Whether the row of an attention says that each query sees only the keys up to its own."""
     row = row_of(module)
@@ -88,10 +117,10 @@ def token_axis(module: nn.Module) -> int:
     return 1 if row is None else row.token_axis
 
 
-def closed(module: nn.Module) -> str:
-    """Why an encoding can't be applied in an attention, or ""."""
+def block_token_axis(module: nn.Module) -> int:
+    """The token axis of the output of the block of an attention."""
     row = row_of(module)
-    return "" if row is None else row.closed(module)
+    return token_axis(module) if row is None or row.block_token_axis is None else row.block_token_axis
 
 
 def install(module: Any) -> None:

@@ -33,6 +33,8 @@ forward pass, with their arguments only. All other code reads the current contex
 """
 TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
 """Prefixes of the names of attention implementations that add a mask or bias to the scores."""
+EAGER_WITHOUT_MASK = ("transformers.models.vjepa2.modeling_vjepa2",)
+"""Modules whose eager function ignores its mask, and would ignore a bias."""
 
 
 def checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +299,8 @@ def attend(
     function = host_function(module, implementation)
     if not call.biasing:
         return call.run(function)
+    if implementation == "eager" and type(module).__module__ in EAGER_WITHOUT_MASK:
+        function = bert_eager()
     from hf_posenc.attention import bias_backends
 
     if implementation == "flex_attention":

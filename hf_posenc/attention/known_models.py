@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.attention import custom, intercept
+from hf_posenc.attention import custom, intercept, local
 from hf_posenc.attention.custom import CustomAttention, name_of
 
 
@@ -36,15 +36,21 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
     return module.logit_scale.clamp(max=math.log(100)).exp()
 
 
-def sparse(module: Any) -> str:
-    """The reason for attentions that never multiply all queries by all keys."""
-    return "splits its queries and keys into chunks"
-
-
-_PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
+_PLAIN, _SCALED_BEFORE = CustomAttention(), CustomAttention(unscaled)
+_LONGFORMER = CustomAttention(unscaled, forward=local.longformer)
 _COSINES = CustomAttention(learned_scaling)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
+    "bigbird_pegasus.BigBirdPegasusSelfAttention": _PLAIN,
+    "informer.InformerAttention": _SCALED_BEFORE,
+    "lxmert.LxmertAttention": _PLAIN,
+    "pegasus_x.PegasusXGlobalLocalAttention": CustomAttention(unscaled, forward=local.pegasus_x),
+    "pvt.PvtEfficientSelfAttention": _PLAIN,
+    "seggpt.SegGptAttention": _SCALED_BEFORE,
+    "speecht5.SpeechT5Attention": _SCALED_BEFORE,
+    "trocr.TrOCRAttention": _SCALED_BEFORE,
+    "vilt.ViltSelfAttention": _PLAIN,
+    "vitdet.VitDetAttention": CustomAttention(unscaled, token_axis=2, block_token_axis=1),
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
@@ -71,9 +77,10 @@ KNOWN = {
     "imagegpt.ImageGPTAttention": CustomAttention(imagegpt_scaling, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
-    "led.LEDEncoderSelfAttention": _SPARSE,
+    "led.LEDEncoderSelfAttention": _LONGFORMER,
     "lilt.LiltSelfAttention": CustomAttention(num_earlier_value_matmuls=1),
-    "longformer.LongformerSelfAttention": _SPARSE,
+    "longt5.LongT5LocalAttention": CustomAttention(unscaled, forward=local.longt5),
+    "longformer.LongformerSelfAttention": _LONGFORMER,
     "luke.LukeSelfAttention": CustomAttention(unsupported_inputs=("entity_hidden_states",)),
     "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
@@ -96,6 +103,7 @@ KNOWN = {
     "timesformer.TimesformerSelfAttention": _PLAIN,
     "timm.layers.attention.Attention": _SCALED_BEFORE,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "vits.VitsAttention": _SCALED_BEFORE,
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
@@ -104,7 +112,7 @@ KNOWN = {
 """Keys are directory and class, or module and class outside Transformers. In each attention, the first product of two
 activations is that of queries and keys."""
 
-custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
+custom.ROWS.update({name: row if row.forward else replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,16 @@ class Refusal:
 
 
 _TOGETHER = "Use a model whose attention compares all pairs of tokens, such as BERT."
+_ONE_MODEL = "is in an encoder and a decoder that are parts of one stack, because neither is a PreTrainedModel"
 UNSUPPORTED = {
+    "autoformer.AutoformerAttention": Refusal(
+        "sums values that are shifted in time, chosen by a Fourier transform, so it compares no pairs of tokens",
+        "Use a model with attention to time steps, such as TimeSeriesTransformer.",
+    ),
     "big_bird.BigBirdBlockSparseAttention": Refusal(
+        "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
+    ),
+    "bigbird_pegasus.BigBirdPegasusBlockSparseAttention": Refusal(
         "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
     ),
     "canine.CanineSelfAttention": Refusal(
@@ -125,7 +141,7 @@ UNSUPPORTED = {
     ),
     "convbert.ConvBertSelfAttention": Refusal("adds the output of convolutions, which depend on order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
-        "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
+        "sees a prompt before the tokens, which its cache counts as tokens", "Use a decoder without such a prompt."
     ),
     "decision_transformer.DecisionTransformerModel": Refusal(
         "adds embeddings of time steps, and passes position 0 for all tokens to its decoder",
@@ -134,21 +150,27 @@ UNSUPPORTED = {
     "dory.DoryAttention": Refusal(
         "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
     ),
-    "eomt.EomtForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
-    ),
-    "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv3."
+    "fastspeech2_conformer.FastSpeech2ConformerAttention": Refusal(
+        _ONE_MODEL, "Use a text-to-speech model with a separate text encoder, such as VITS."
     ),
     "fnet.FNetBasicFourierTransform": Refusal("mixes tokens with a Fourier transform, which depends on order", _TOGETHER),
     "fsmt.Attention": Refusal(
-        "is used by an encoder and a decoder whose positions can't be distinguished",
+        _ONE_MODEL,
         "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads averages of neighboring tokens, which depend on order", _TOGETHER),
-    "lxmert.LxmertAttention": Refusal(
-        "attends to tokens in one layer and to image regions in the next",
-        "Use a model with a separate text encoder, such as CLIP.",
+    "hiera.HieraMaskUnitAttention": Refusal(
+        "merges queries, and receives patches in the order of mask units", "Use a model that keeps all patches, such as ViT."
+    ),
+    "informer.InformerConvLayer": Refusal(
+        "halves the number of tokens between two layers", "Load the model with distil=False."
+    ),
+    "informer.InformerProbSparseAttention": Refusal(
+        "replaces the outputs of most queries by the mean of all values", "Load the model with attention_type='full'."
+    ),
+    "longt5.LongT5TransientGlobalAttention": Refusal(
+        "also attends to sums of neighboring tokens, which depend on order",
+        "Use a LongT5 with encoder_attention_type='local', or T5.",
     ),
     "mra.MraSelfAttention": Refusal("compares averages of neighboring tokens, which depend on order", _TOGETHER),
     "muse_glimmer_assistant.MuseGlimmerAssistantAttention": Refusal(
@@ -161,12 +183,15 @@ UNSUPPORTED = {
         "predicts several tokens at once, each with its own relative positions",
         "Use an encoder-decoder that predicts one token, such as BART.",
     ),
+    "pvt.PvtEfficientSelfAttention": Refusal(
+        "compares patches with merged patches, which have no single position",
+        "Use a model that keeps all patches, such as ViT.",
+    ),
+    "reformer.LSHSelfAttention": Refusal("compares tokens that a hash puts in the same chunk, in sorted order", _TOGETHER),
+    "reformer.LocalSelfAttention": Refusal("splits its queries and keys into chunks before it multiplies them", _TOGETHER),
     "rf_detr.RfDetrDinov2Embeddings": Refusal(
         "divides its patches into windows with class tokens, which some of its layers join",
         "Use a model that reads only patches, such as DINOv2.",
-    ),
-    "videomt.VideomtForUniversalSegmentation": Refusal(
-        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
     "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which no bias can be added", _TOGETHER),
 }

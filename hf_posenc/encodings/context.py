@@ -31,6 +31,7 @@ class PatchLayout:
     num_images: number of images or video frames that were split into patches in this forward pass.
     frame_mask: `[B, L]`, which audio frames aren't padding, if the model computes that mask itself.
     windows: whether an attention may see only part of the tokens, such as a window, which then has separate positions.
+    queries: number of tokens without a position that some layers have before all other tokens.
     """
 
     extra_tokens: tuple[int, int] = (0, 0)
@@ -41,6 +42,7 @@ class PatchLayout:
     num_images: int = 1
     frame_mask: Tensor | None = None
     windows: bool = False
+    queries: int = 0
 
     def cells_of_one(self, length: int) -> Tensor | None:
         """The cells of the image with `length` tokens among those packed in one row. None if this is ambiguous."""
@@ -136,6 +138,10 @@ class PositionContext:
             patches = layout.kept_patches.shape[1]
         elif layout.images:
             patches = sum(layout.images)
+        if layout.queries and patches is not None and length == patches + extra + layout.queries:
+            before, after = layout.extra_tokens
+            later = replace(layout, extra_tokens=(before + layout.queries, after), queries=0)
+            return self.cached("with queries", lambda: replace(self, patches=later, computed={})).with_length(length, device)
         whole = patches is None or length == patches + extra
         if patches and layout.kept_patches is None and not layout.images and length > patches + extra:
             frames, rest = divmod(length - extra, patches)  # all frames of a video, each with this grid

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import _compat, _versions
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
-from hf_posenc.architectures.components.component import PositionComponent, is_transformers
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, registry
 from hf_posenc.modeling import hooks, offsets
@@ -216,6 +216,15 @@ class PosEncModelMixin(EncodingModelMixin):
         stacks = detection.find_all(inner if spec.submodel is None else detection.submodel(self, spec.submodel), spec.where)
         encoding_checks.check(stacks.values(), spec)
         return stacks
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The names of tied weights, without those of disabled positions, which UDOP ties."""
+        tied: Any = getattr(self, "_tied_weights_keys", None)
+        if isinstance(tied, dict):
+            modules = dict(self.named_modules())
+            gone = {name for name in (*tied, *tied.values()) if isinstance(modules.get(name.rpartition(".")[0]), Disabled)}
+            self._tied_weights_keys = {name: other for name, other in tied.items() if gone.isdisjoint((name, other))}
+        return super().get_expanded_tied_weights_keys(all_submodels)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (OriginalState, offsets.MeanOffset)):

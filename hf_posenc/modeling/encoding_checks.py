@@ -29,13 +29,13 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
             refuse_unwindowed(structure.stack, structure.tokens is not None, geometry.is_causal)
         if own is not None:
             parts = parts_by_attention(structure, own)
-            _refuse_closed(structure, structure.attentions, own, parts)
+            _refuse_attentions(structure, structure.attentions, own, parts)
             _refuse_unlike(structure, own, parts, geometry)
             if "embed" in own.encoding.mechanisms(dict(own.options)):
                 _refuse_places(structure, own)
         if across is not None:
             parts = parts_by_attention(replace(structure, attentions=structure.cross_attentions), across)
-            _refuse_closed(structure, structure.cross_attentions, across, parts)
+            _refuse_attentions(structure, structure.cross_attentions, across, parts)
             for path, module in structure.cross_attentions.items():
                 if custom.row_of(module):
                     raise UnsupportedModelError(
@@ -59,17 +59,10 @@ def refuse_unwindowed(model: nn.Module, reads_tokens: bool, is_causal: bool) -> 
     )
 
 
-def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:
+def _refuse_attentions(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:
     """Raises UnsupportedModelError if an encoding would apply to an attention that doesn't support it."""
     for path, module in attentions.items():
         acting = [part for part in parts[path] if {*spec.parts[part].mechanisms()} - {"embed"}]
-        if acting and (why := custom.closed(module)):
-            raise UnsupportedModelError(
-                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so it doesn't support "
-                f"{acting[0]!r}",
-                reason="attention without a supported mechanism",
-                remedy="Use an additive encoding, such as 'sinusoidal' or 'learned'.",
-            )
         capped = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
         if capped and (correcting := [part for part in acting if spec.parts[part].corrects_scores]):
             raise UnsupportedModelError(

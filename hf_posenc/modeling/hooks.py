@@ -16,6 +16,9 @@ from hf_posenc.attention import dispatch
 from hf_posenc.encodings.context import PatchLayout
 from hf_posenc.signatures import BoundCall, argument_names
 
+JOINED = {"UdopStack": "dropout", "ViltModel": "embeddings"}
+"""Class of a stack that reads text and images -> path of the module whose output has the image's tokens behind the text."""
+
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Register a hook that adds the vectors of these parts to the hidden states that enter a layer."""
@@ -49,6 +52,18 @@ def add_to_output(
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
+def joined_at(stack: nn.Module) -> str:
+    """The path of the module whose output has tokens without a position behind the text, or ""."""
+    return next((JOINED[cls.__name__] for cls in type(stack).__mro__ if cls.__name__ in JOINED), "")
+
+
+def record_tokens_behind(module: nn.Module, args: tuple, output: Any) -> None:
+    """Hook of the module that appends tokens of another input to the text. Records that they have no position."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if (context := dispatch.CURRENT.context) is not None:
+        context.record(extra_tokens=(0, hidden.shape[1] - context.positions.shape[1]))
+
+
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
 
@@ -58,7 +73,9 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     """
     if hidden.ndim == 4 and _has_channels_first(hidden, dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches):
         return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    if token_axis != 1:
+    if token_axis == 2:
+        length = math.prod(hidden.shape[2:])
+    elif token_axis != 1:
         length = hidden.shape[token_axis]
     else:
         length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])

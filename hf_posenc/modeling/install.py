@@ -21,7 +21,7 @@ from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
 from hf_posenc.modeling.position_ids import PositionInputs, StackState
-from hf_posenc.signatures import BoundCall, argument_names
+from hf_posenc.signatures import BoundCall, argument_names, token_argument
 
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that apply in it."""
@@ -71,8 +71,6 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
 
             eager = user_models.own_eager_function(module)
         _enter(module, posenc, AttentionState(parts[path], eager=eager))
-        if custom.closed(module):
-            continue
         if row is not None:
             custom.install(module)
         else:
@@ -81,6 +79,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         widened = row is not None and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
+    if joined := hooks.joined_at(stack):
+        stack.get_submodule(joined).register_forward_hook(hooks.record_tokens_behind)
     locations = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
         for verb in encoding.mechanisms(options)
@@ -88,6 +88,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     inputs = PositionInputs(
         names=argument_names(stack),
         passes_keywords=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
+        tokens=token_argument(stack),
         offset=structure.offset,
         refused=tuple(name for component in structure.components for name in component.arguments),
         # BERT slices default token types from a buffer with the original length, so they are created from shapes instead.
@@ -115,7 +116,13 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.cross_attentions
     if "posenc" not in stack._modules:
         stack.posenc = PositionEncoding(geometry)
-        inputs = PositionInputs(argument_names(stack), offset=structure.offset, replaces=False, flattens=structure.flattens)
+        inputs = PositionInputs(
+            argument_names(stack),
+            tokens=token_argument(stack),
+            offset=structure.offset,
+            replaces=False,
+            flattens=structure.flattens,
+        )
         stack.posenc_state = StackState(spec, inputs, {})
     looking = replace(structure, attentions=across)
     parts = parts_by_attention(looking, spec)
@@ -210,9 +217,11 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
         hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
-    add = hooks.before if spec.inject == "every_layer" else hooks.after
     for path, here in places.items():
-        add(stack.get_submodule(path), here, token_axis)
+        if spec.inject == "every_layer":
+            hooks.before(stack.get_submodule(path), here, token_axis)
+        else:
+            hooks.after(stack.get_submodule(path), here, structure.block_token_axis)
     return tuple(places)
 
 

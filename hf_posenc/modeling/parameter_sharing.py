@@ -160,6 +160,7 @@ def to_stock(model: Any, stock: Any) -> Any:
     unpatched = build_on_meta(stock, stock_config(model.config, stock), model.dtype, model)
     share_parameters(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
+    restored = set()
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "original" in stack.posenc._modules:
             for key, kept in stack.posenc.original.named_buffers():
@@ -167,6 +168,11 @@ def to_stock(model: Any, stock: Any) -> Any:
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
                 owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
+                restored.add(f"{name}.{key}".lstrip("."))
+    for key, other in unpatched.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if {key, other} <= restored:  # UDOP ties tables of distances
+            path, _, parameter = key.rpartition(".")
+            unpatched.get_submodule(path).register_parameter(parameter, unpatched.get_parameter(other))
     inner = unpatched if submodel is None else detection.submodel(unpatched, submodel)
     if fingerprint(detection.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(

@@ -75,6 +75,7 @@ class PositionInputs:
 
     names: the argument names of that forward, in order.
     passes_keywords: whether it accepts other keyword arguments.
+    tokens: the argument for token IDs.
     offset: the position ID of the first token.
     `refused`: arguments that would set the original positions explicitly.
     needs_token_types: whether the model slices default token types from a buffer with the original length (BERT).
@@ -86,6 +87,7 @@ class PositionInputs:
 
     names: list[str]
     passes_keywords: bool = False
+    tokens: str = "input_ids"
     offset: int = 0
     refused: tuple[str, ...] = ()
     needs_token_types: bool = False
@@ -170,7 +172,7 @@ class PositionInputs:
         Raises ValueError for inputs of other shapes.
         """
         embeds = call["inputs_embeds"]
-        tokens = call["input_ids"] if embeds is None else embeds
+        tokens = call[self.tokens] if embeds is None else embeds
         if tokens is None or tokens.ndim < 3:
             return tokens, call
         if embeds is None and self.flattens:

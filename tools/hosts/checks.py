@@ -514,14 +514,15 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
     alone = host.run(model, inputs)
     padded = dict(inputs)
     for name, tensor in inputs.items():
-        by_token = isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] == LENGTH
-        if name == probe.entrance.name or (not probe.part and by_token):
+        beside_it = not probe.part or (probe.part == "encoder" and not name.startswith("decoder"))
+        if name == probe.entrance.name or (beside_it and _is_by_token(tensor)):
             padding = tensor[:, :4].clone() * 0 + 3 if name in TOKENS else tensor[:, :4]
             padded[name] = torch.cat([padding, tensor] if left else [tensor, padding], 1)
     shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)
     padded[mask] = shown.long()
     beside = host.run(model, padded)
     vectors = probe.read(beside)
+    shown = torch.cat([shown, torch.ones(1, max(0, vectors.shape[1] - shown.shape[1]))], 1)  # an image's tokens come last
     vectors = vectors[:, shown[0].bool()] if vectors.shape[1] == shown.shape[1] else vectors
     apart = _apart(vectors, probe.read(alone))
     return apart < SAME and (probe.part != "encoder" or _apart(beside.vectors, alone.vectors) < SAME)
@@ -576,17 +577,23 @@ def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str
     source = LENGTH if encoded is None else encoded.shape[1]
     cache, name, chunks = _cache(host, model, kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
-    for chunk in inputs[name].split(lengths, 1):
+    by_token = [name] if probe.part else [each for each, tensor in inputs.items() if _is_by_token(tensor)]
+    for chunk in zip(*(inputs[each].split(lengths, 1) for each in by_token), strict=True):
         more: dict[str, Any] = {"use_cache": True} if "use_cache" in host.arguments else {}
         if "explicit" in kind:
             past = int(cache.get_seq_length())
-            more["position_ids"] = torch.arange(past, past + chunk.shape[1])[None]
-        run = host.run(model, {**inputs, name: chunk, argument: cache, **more})
+            more["position_ids"] = torch.arange(past, past + chunk[0].shape[1])[None]
+        given = {**inputs, **dict(zip(by_token, chunk, strict=True))}
+        run = host.run(model, {**given, argument: cache, **more})
         cache = getattr(run.answer, argument) if cache is None else cache
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:
         return torch.inf
     return _apart(torch.cat(chunks, 1), probe.read(whole))
+
+
+def _is_by_token(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] == LENGTH
 
 
 CHECKS = {

@@ -312,8 +312,8 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        named = [value for name, value in kwargs.items() if name in CONTENTS]
-        given.extend(value for value in args[:1] or named if isinstance(value, Tensor))
+        values = args[:1] or [value for name, value in kwargs.items() if name in CONTENTS]
+        given.extend(value for value in values if isinstance(value, Tensor))
 
     handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     try:

@@ -12,7 +12,7 @@ from hf_posenc.encodings import check_size, short_repr
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
 
-NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
+NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "pos_sinusoidal_embed", "wpe")
 BESIDE = ("box_position_embeddings",)
 IMAGES = "pixel_values"
 """The argument of stacks whose position embeddings belong to image patches and extra tokens."""
@@ -134,6 +134,10 @@ class DisabledTable(Disabled):
         return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
+        (stack,), context = self._stack, CURRENT.context
+        counted = context is not None and context.encoding is stack.posenc  # positions that leave out padding on the left
+        if counted and "position_ids" not in stack.posenc_state.inputs.names and _as_many(context.positions, position_ids):
+            return self.vectors(context.positions)
         if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # equal positions in all rows are computed once
             position_ids = position_ids[:1]
         return self.vectors(position_ids - (self.offset or 0))
@@ -155,6 +159,10 @@ class DisabledTable(Disabled):
     def width(self) -> int:
         """The size of the original vectors."""
         return self.shape[1]
+
+
+def _as_many(positions: Tensor, position_ids: Tensor) -> bool:
+    return positions.shape[-1] == position_ids.shape[-1]
 
 
 def _dtype(stack: Any) -> torch.dtype:

@@ -1,4 +1,5 @@
-"""Precomputed sines and cosines (GPT-J, CodeGen, RoFormer) or angles (CLVP) by which attentions rotate queries and keys.
+"""Precomputed sines and cosines (GPT-J, CodeGen, RoFormer) or angles (CLVP) by which attentions rotate queries and keys,
+and rotations that attentions compute (V-JEPA 2).
 
 In each row, the sines come first, then the cosines. Row 0 is the identity rotation.
 """
@@ -76,6 +77,23 @@ class RotaryAngles(KnownRotation):
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(without_angles)
+
+
+class PatchRotation(KnownRotation):
+    """An attention that computes the frame, row, and column of each patch. They are set to 0, for which nothing is rotated."""
+
+    classes = ("VJEPA2RopeAttention",)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.get_position_ids = cells_at_zero  # type: ignore[assignment]
+
+    def usable_length(self, config: Any) -> None:
+        return None
+
+
+def cells_at_zero(hidden: Tensor, masks: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The frame, row, and column of each patch `[B, L, D]`, all of them 0."""
+    return tuple(torch.zeros(3, hidden.shape[1], dtype=torch.long, device=hidden.device))
 
 
 def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc import _compat
-from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.component import is_one_of, is_transformers
 from hf_posenc.architectures.components.vision import cuts_patches
 from hf_posenc.signatures import argument_names, attributes_read
 
@@ -21,8 +21,12 @@ OTHER_INPUTS = re.compile(
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
 """Paths of embeddings that don't encode word order: coordinates of boxes on a page, and inputs besides the tokens."""
-OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
-"""Class of a stack that reads both images and tokens -> name of its parameter for positions in images."""
+OF_IMAGES = {"LayoutLMv3Model": "pos_embed", "ViltEmbeddings": "position_embeddings"}
+"""Class of a module of a stack that reads both images and tokens -> name of its parameter for positions in images."""
+OF_BOXES = frozenset(["RelativePositionBiasHorizontal", "RelativePositionBiasVertical"])
+"""Classes of modules that compute biases by the boxes of tokens on a page (UDOP)."""
+SUMS = frozenset(["RelativePositionBiasAggregated"])
+"""Classes of modules that only sum the biases of the modules in them."""
 CONVOLUTIONS = "order-sensitive convolutions"
 JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
@@ -76,7 +80,10 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path):
+        if is_one_of(OF_BOXES, module):
+            unused.append(path)  # by the tokens' order
+            continue
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or is_one_of(SUMS, module):
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read

@@ -11,6 +11,12 @@ EXTRA_TOKENS = re.compile(
 """Matches names of parameters that are extra tokens, which don't represent a patch."""
 BEHIND = "detection_tokens"
 """The extra tokens that come after the patches (YOLOS)."""
+QUERIES = {
+    "EomtForUniversalSegmentation": "query",
+    "EomtDinov3ForUniversalSegmentation": "query",
+    "VideomtForUniversalSegmentation": "query",
+}
+"""Class of a stack -> its embedding of query tokens, which are added before the patches between two layers."""
 POOLS = re.compile(r"Pool")
 """Matches class names of modules whose extra token only pools the patches after all layers (AIMv2)."""
 
@@ -24,6 +30,13 @@ def count_extra_tokens(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
                 count = parameter.shape[:-1].numel()
                 before, behind = (before, behind + count) if name == BEHIND else (before + count, behind)
     return before, behind
+
+
+def count_queries(stack: nn.Module) -> int:
+    """The number of query tokens that the stack adds before the patches between two layers."""
+    names = (QUERIES.get(cls.__name__) for cls in type(stack).__mro__)
+    table = next((stack._modules[name] for name in names if name is not None), None)
+    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
 def patch_projection(modules: Mapping[str, nn.Module]) -> str | None:

@@ -1,4 +1,4 @@
-"""Learned relative biases of attentions over an image or its windows: Swin, BEiT."""
+"""Learned relative biases of attentions over an image or its windows (Swin, BEiT), and vectors of distances in text (VITS)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +14,8 @@ BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_co
 computes biases. If they are zeros, all pairs of tokens get the same bias."""
 BESIDE = ("relative_position_index", "continuous_position_bias_mlp")
 """Related tensors and modules that don't change: the index of the bias for each pair of tokens, and the network."""
+VECTORS = ("emb_rel_k", "emb_rel_v")
+"""Parameters `[1, distances, E]` that attentions multiply by queries, and by attention weights."""
 
 
 class WindowBias(PositionParameter):
@@ -60,3 +62,19 @@ class WindowBias(PositionParameter):
 
     def table(self) -> None:
         return None
+
+
+class DistanceVectors(WindowBias):
+    """Vectors by the distance of two tokens, for keys or for values, as in Shaw et al."""
+
+    encoding, verb = "shaw", "score_bias"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        for path, module in modules.items():
+            for key in (key for key in VECTORS if isinstance(module._parameters.get(key), Tensor)):
+                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        return (self.path,)
