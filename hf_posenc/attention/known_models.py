@@ -45,6 +45,7 @@ _PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), 
 _COSINES = CustomAttention(learned_scaling)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
+    "bark.BarkSelfAttention": _PLAIN,
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
@@ -53,6 +54,7 @@ KNOWN = {
     "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
+    "dab_detr.DetrAttention": _SCALED_BEFORE,
     "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
     "data2vec.Data2VecVisionSelfAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
@@ -89,9 +91,11 @@ KNOWN = {
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "slanext.SLANeXtVisionAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": CustomAttention(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
+    "table_transformer.TableTransformerAttention": _SCALED_BEFORE,
     "tapas.TapasSelfAttention": _PLAIN,
     "timesformer.TimesformerSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,

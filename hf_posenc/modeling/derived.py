@@ -176,13 +176,14 @@ class PosEncModelMixin(EncodingModelMixin):
             # A model around the submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
             if ours and any(id(part) in stacks for part in module.modules()):
-                if id(module) in within and module is not self:
+                # DETR's encoder has the whole model's config, which has the encoding already.
+                if id(module) in within and module is not self and type(module.config) is not type(self.config):
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
                 module.__class__ = derive(type(module))
                 _compat.record_outputs(module)  # by class: __init__ registered the original class
                 if id(module) in stacks:
-                    _install(stacks[id(module)], module.config.position_spec)
+                    _install(stacks[id(module)], replace(spec, submodel=None))
                 module._token_stack = () if id(module) in stacks else _token_stack_of(module, stacks.values())
                 if module is not self:
                     module.original_class.post_init(module)
