@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
+from hf_posenc.architectures import structure
 from tools.hosts import tiny
-from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, called_in, entrance, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -106,8 +107,9 @@ class Host:
         self.kind, self.stock, self.part = kind, stock, part
         self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
-        self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
-        self.arguments = set(inspect.signature(type(stock).forward).parameters)
+        vectors = tiny.RECIPES.get(kind, {}).get("vectors", self.path)
+        self.answering = vectors if f"{vectors}.".startswith(f"{self.path}.".lstrip(".")) else self.path
+        self.arguments = set(inspect.signature(type(called_in(stock, self.path)).forward).parameters)
 
     def look(self) -> None:
         """Determine the inputs, the probes, and the single-layer models. Raises Skipped if that isn't possible."""
@@ -287,8 +289,8 @@ def _zeros(answer: Any) -> Any:
 
 def path_of(model: PreTrainedModel, part: str) -> str:
     """The path of a submodel within the model. `patch` names it relative to the base model."""
-    inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
-    return inside + part
+    inner = structure.part(model, part or None)
+    return next(path for path, module in model.named_modules() if module is inner)
 
 
 def patch(model: PreTrainedModel, encoding: str, part: str) -> PreTrainedModel:
@@ -452,7 +454,7 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
         return
     models = [host.stock]
     sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
-    if sliding is not None and any(_cache(sliding, "dynamic", probe, LENGTH).is_sliding):
+    if sliding is not None and any(_cache(called_in(sliding, host.path), "dynamic", probe, LENGTH).is_sliding):
         models.append(sliding)
     ran = False
     for stock in models:
@@ -476,14 +478,14 @@ def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) 
         caches = [DynamicCache(config=config) for _ in range(2)]
     else:
         caches = [StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 3, source_length)]
-    return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
+    return EncoderDecoderCache(*caches) if probe.entrance.name == "decoder_input_ids" else caches[0]
 
 
 def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str, lengths: tuple[int, ...]) -> float:
     inputs = host.reading(9)
     whole = host.run(model, inputs)
     source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
-    cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    cache, name, chunks = _cache(called_in(model, host.path), kind, probe, source), probe.entrance.name, []
     (argument,) = CACHES & {*host.arguments}
     for chunk in inputs[name].split(lengths, 1):
         run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})

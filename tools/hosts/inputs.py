@@ -67,7 +67,7 @@ class Reading:
 
 def reading(kind: str, model: PreTrainedModel, path: str = "") -> Reading | None:
     """The first set of inputs with which a model and its submodule at `path` run and give finite outputs. None if none does."""
-    for specs in _sets(kind, model):
+    for specs in _sets(kind, called_in(model, path)):
         result = Reading(specs)
         try:
             run = Run(model, path, result(0))
@@ -196,6 +196,12 @@ def _first(config: Any, *names: str) -> Any:
     return None
 
 
+def called_in(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The model to call: the submodule at `path` if the model has no forward method (Bark)."""
+    has_forward = inspect.unwrap(type(model).forward) is not nn.Module.forward
+    return model if has_forward else model.get_submodule(path)  # type: ignore[return-value]
+
+
 class Run:
     """One forward pass.
 
@@ -207,13 +213,14 @@ class Run:
 
     def __init__(self, model: PreTrainedModel, path: str, inputs: Mapping[str, Any]) -> None:
         found: list[Any] = []
-        if "use_cache" in inspect.signature(type(model).forward).parameters or getattr(model.config, "use_cache", False):
+        called = called_in(model, path)
+        if "use_cache" in inspect.signature(type(called).forward).parameters or getattr(called.config, "use_cache", False):
             inputs = {"use_cache": False, **inputs}
         hook = model.get_submodule(path).register_forward_hook(lambda module, args, answer: found.append(answer))
         torch.manual_seed(0)
         try:
             with torch.no_grad():
-                self.answer = model(**inputs)
+                self.answer = called(**inputs)
         finally:
             hook.remove()
         self.tensors = list(_floats(self.answer))
@@ -273,7 +280,7 @@ class Entrance:
         if self.where == "output":
             hook = module.register_forward_hook(lambda module, args, answer: self.taken(answer, index))
         else:
-            hook = module.register_forward_pre_hook(self._before(index), with_kwargs=True)
+            hook = module.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
         try:
             yield dict(inputs)
         finally:
@@ -310,7 +317,8 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given.extend(value for name, value in kwargs.items() if name in CONTENTS and isinstance(value, Tensor))
+        named = (value for name, value in kwargs.items() if name in CONTENTS)
+        given.extend(value for value in (*args[:1], *named) if isinstance(value, Tensor))
 
     handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     try:

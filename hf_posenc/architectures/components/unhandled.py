@@ -21,8 +21,8 @@ OTHER_INPUTS = re.compile(
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
 """Paths of embeddings that don't encode word order: coordinates of boxes on a page, and inputs besides the tokens."""
-OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
-"""Class of a stack that reads both images and tokens -> name of its parameter for positions in images."""
+OF_OTHER_INPUTS = {"LayoutLMv3Model": "pos_embed", "MoonshineStreamingDecoder": "pos_emb"}
+"""Class of a stack that reads tokens -> its parameter or module for positions in an image, or in the encoder's output."""
 CONVOLUTIONS = "order-sensitive convolutions"
 JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
@@ -70,13 +70,14 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
     """
     unused: list[str] = []
     read: set[str] | None = None
+    of_other_inputs = {OF_OTHER_INPUTS.get(cls.__name__) for cls in type(stack).__mro__}
     for path, module in modules.items():
         name = path.rpartition(".")[2]
         if path.startswith(tuple(f"{outer}." for outer in unused)):
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path):
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or path in of_other_inputs:
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
@@ -95,7 +96,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             yield path, "order-sensitive recurrent states"
         tensors = {**module._parameters, **module._buffers, "position_ids": None}
         for key in (key for key, tensor in tensors.items() if tensor is not None):
-            if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
+            if not WORDS & {*_words(key)} or key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_COMPONENTS
