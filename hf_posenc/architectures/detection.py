@@ -23,7 +23,7 @@ from hf_posenc.architectures.components import (
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.registered import declared_in
-from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, couples_submodels
+from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, why_mixed
 from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
@@ -145,7 +145,7 @@ def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) 
     wanted = roles(where)
     passed: list[str] = []
     models = {path: module for path, module in _modules_outside(model, front_ends).items() if isinstance(module, PreTrainedModel)}
-    taken = [*front_ends, *(path for path, module in models.items() if is_patched(module))]
+    taken = [path for path, module in models.items() if is_patched(module)]
     found: dict[str, Structure] = {}
     for path, module in reversed(models.items()):
         inside = f"{path}." if path else ""
@@ -153,16 +153,17 @@ def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) 
             inner = [other for other in found if other.startswith(inside)]
             patched = [other.removeprefix(inside) for other in (*taken, *passed) if other.startswith(inside)]
             around = [*patched, *(other.removeprefix(inside) for other in inner)]
+            before = [other.removeprefix(inside) for other in front_ends if other.startswith(inside)]
             try:
-                structure = _find(module, around)
+                structure = _find(module, around, before)
             except UnsupportedModelError:
                 if not wanted or _role(module, _attentions(dict(module.named_modules()))[1]) in wanted:
                     raise
                 passed.append(path)
                 continue
-            if structure is None and inner and _has_sources_around(module, around):
+            if structure is None and inner and _has_sources_around(module, [*around, *before]):
                 # Swin's encoder has biases, and the model that contains it has position embeddings. They form one stack.
-                structure = _find(module, patched)
+                structure = _find(module, patched, before)
                 found = {other: each for other, each in found.items() if other not in inner}
             if structure is not None and wanted and structure.role not in wanted:
                 passed.append(path)
@@ -228,14 +229,14 @@ def _axes(stack: Any, components: Collection[PositionComponent], modules: Mappin
     return 2 if by_cell or isinstance(modules[path], nn.Conv2d) else 3
 
 
-def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
-    """The structure of a stack, without the inner stacks at the paths `taken`.
+def _find(stack: Any, taken: Collection[str], front_ends: Collection[str]) -> Structure | None:
+    """The structure of a stack, without the inner stacks at the paths `taken`, and the models at the paths `front_ends`.
 
     None if it has no attention or no positional components. DINOv3's encoder gets its angles from the model that contains it.
 
     Raises UnsupportedModelError if a positional component can't be replaced.
     """
-    modules = _modules_outside(stack, taken := [*taken])
+    modules = _modules_outside(stack, [*taken, *front_ends])
     _refuse_modules(stack, modules)
     attentions, _ = _attentions(modules)
     if not attentions:
@@ -444,10 +445,9 @@ def _submodels(model: Any) -> tuple[tuple[str, ...], dict[str, UnsupportedModelE
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
     """Raises UnsupportedModelError if a model that contains this submodel interleaves its submodels."""
     for module in model.modules():
-        if (why := couples_submodels(module)) and any(part is inner for part in module.modules()):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} {why}, so {path} isn't supported by itself", "interleaved submodels"
-            )
+        if (mixed := why_mixed(module)) and any(part is inner for part in module.modules()):
+            why, reason = mixed
+            raise UnsupportedModelError(f"{type(module).__name__} {why}, so {path} isn't supported by itself", reason)
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:

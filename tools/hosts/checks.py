@@ -80,7 +80,8 @@ class Probe:
     @property
     def mask(self) -> str:
         """The argument for the attention mask of its tokens."""
-        return "decoder_attention_mask" if self.entrance.name == "decoder_input_ids" else "attention_mask"
+        name = self.entrance.name
+        return name.replace("input_ids", "attention_mask") if name in TOKENS else "attention_mask"
 
     def read(self, run: Run) -> Tensor:
         """The outputs for this content, `[B, N, D]`."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
-TOKENS = ("input_ids", "decoder_input_ids")
+TOKENS = ("input_ids", "decoder_input_ids", "protein_input_ids")
 CACHES = {"cache", "past_key_values"}
 """Names of the cache argument, which Transformers 5.24 renamed."""
 CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs", "patch_input")

@@ -46,18 +46,21 @@ def convolves(path: str, module: nn.Module) -> bool:
 
 
 _KEYS = "passes the keys that one submodel caches to another, which would need the same encoding"
+COUPLED = "interleaved submodels"
 MIXED = {
-    "DiffusionGemmaModel": _KEYS,
-    "PI0Model": _KEYS,
-    "BridgeTowerModel": "runs the layers of its submodels one by one, not the submodels themselves",
+    "DiffusionGemmaModel": (_KEYS, COUPLED),
+    "Gemma4UnifiedAssistantForCausalLM": ("reads the keys that another model caches, which would need the same encoding", COUPLED),
+    "PI0Model": (_KEYS, COUPLED),
+    "BridgeTowerModel": ("runs the layers of its submodels one by one, not the submodels themselves", COUPLED),
+    "JevForDecision": ("can't be loaded with output_loading_info=True, which shows missing weights", "loading without checks"),
 }
-"""Composite models whose submodels can't be patched separately -> the reason."""
+"""Composite models whose submodels can't be patched separately -> why not, and the reason that such models share."""
 
 
-def couples_submodels(module: nn.Module) -> str:
-    """The reason why no submodel of a Transformers model can be patched separately, or ""."""
+def why_mixed(module: nn.Module) -> tuple[str, str] | None:
+    """Why no submodel of a Transformers model can be patched separately, and the reason that such models share, or None."""
     theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
-    return next((MIXED[name] for name in theirs if name in MIXED), "")
+    return next((MIXED[name] for name in theirs if name in MIXED), None)
 
 
 def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
