@@ -188,7 +188,7 @@ def test_inputs_of_recipes_are_arguments():
     """Otherwise, a recipe for an unknown type, or an input that no `forward` accepts, would be ignored silently."""
     assert {*tiny.RECIPES} <= {*check_support.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
-        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance"}, kind
+        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance", "kernel_std"}, kind
     assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
 
 
