@@ -667,6 +667,10 @@ def test_encoder_of_a_detection_model(prefix, tmp_path):
     assert_close(run(none.encoder, (patches, mask, vectors)), run(model.encoder, (patches, mask, torch.zeros_like(vectors))))
     assert_close(run(none.encoder, (patches[:, order], mask, vectors)), run(none.encoder, (patches, mask, vectors))[:, order])
     assert_apart(run(alibi.encoder, (patches[:, order], mask, vectors)), run(alibi.encoder, (patches, mask, vectors))[:, order])
+    if prefix != "TableTransformer":  # its attention takes no mask by head
+        bias = -(0.25 ** torch.arange(1, 5))[:, None, None] * (torch.arange(9) - torch.arange(9)[:, None]).abs()
+        biased = run(model.encoder, (patches, bias.expand(2, -1, -1, -1), torch.zeros_like(vectors)))
+        assert_close(run(alibi.encoder, (patches, mask, vectors)), biased)
     mask[:, 6:] = 0
     shorter = (patches[:, :6], mask[:, :6], vectors[:, :6])
     assert_close(run(alibi.encoder, (patches, mask, vectors))[:, :6], run(alibi.encoder, shorter))
@@ -683,7 +687,9 @@ def test_encoder_with_convolutions_after_its_attention(tmp_path):
     """RT-DETR's encoder reads a list of feature maps, computes its positions itself, and combines the maps by convolutions."""
     model, inputs = detector("RTDetr"), {"pixel_values": torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))}
     alibi, none = (hf_posenc.patch(model, name, submodel="encoder") for name in ("alibi", "none"))
-    assert any(path.startswith("encoder.fpn_blocks") for paths in hf_posenc.inspect(none).order_sensitive.values() for path in paths)
+    assert any(
+        path.startswith("encoder.fpn_blocks") for paths in hf_posenc.inspect(none).order_sensitive.values() for path in paths
+    )
     alibi.save_pretrained(tmp_path)
     assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(alibi, inputs))
     expected = run(model, inputs)
@@ -695,7 +701,9 @@ def test_encoder_with_convolutions_after_its_attention(tmp_path):
 
 def test_submodel_without_attention(tmp_path):
     """Chameleon's image tokenizer consists of convolutions, so Chameleon is patched as a whole."""
-    tokenizer = dict(embed_dim=8, num_embeddings=8, base_channels=32, channel_multiplier=[1], num_res_blocks=1, latent_channels=8)
+    tokenizer = dict(
+        embed_dim=8, num_embeddings=8, base_channels=32, channel_multiplier=[1], num_res_blocks=1, latent_channels=8
+    )
     given = dict(READING, vocabulary_map={"<image>": IMAGE}, vq_config=dict(tokenizer, resolution=16))
     model = with_random_values(transformers.ChameleonModel(config("Chameleon", **given)))
     new = hf_posenc.patch(model, "alibi")
@@ -722,7 +730,10 @@ def test_base_model_with_another_config(tmp_path):
 
 def test_reason_of_a_model_without_supported_submodels():
     model = transformers.UVDocModel(config("UVDoc"))
-    for made, words in ((model, "neither positional components nor attention"), (detector("DeformableDetr"), "position_embedding")):
+    for made, words in (
+        (model, "neither positional components nor attention"),
+        (detector("DeformableDetr"), "position_embedding"),
+    ):
         with pytest.raises(hf_posenc.UnsupportedModelError, match=words) as refused:
             hf_posenc.patch(made, "alibi")
         assert refused.value.submodels == () and refused.value.reason != "composite model"

@@ -144,7 +144,9 @@ def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) 
     """`find_all` for a model with submodels without positions and attention, at the paths `front_ends`."""
     wanted = roles(where)
     passed: list[str] = []
-    models = {path: module for path, module in _modules_outside(model, front_ends).items() if isinstance(module, PreTrainedModel)}
+    models = {
+        path: module for path, module in _modules_outside(model, front_ends).items() if isinstance(module, PreTrainedModel)
+    }
     taken = [path for path, module in models.items() if is_patched(module)]
     found: dict[str, Structure] = {}
     for path, module in reversed(models.items()):

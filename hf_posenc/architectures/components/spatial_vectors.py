@@ -46,7 +46,7 @@ class SpatialVectors(PositionComponent):
         return (self.path, f"{owner}.{SOURCE}") if owner else (self.path,)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        hook = partial(without_vectors, argument_of(self.module), argument_names(self.module))
+        hook = partial(without_vectors, self.path.rpartition(".")[2], argument_names(self.module))
         self.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -49,7 +49,10 @@ _KEYS = "passes the keys that one submodel caches to another, which would need t
 COUPLED = "interleaved submodels"
 MIXED = {
     "DiffusionGemmaModel": (_KEYS, COUPLED),
-    "Gemma4UnifiedAssistantForCausalLM": ("reads the keys that another model caches, which would need the same encoding", COUPLED),
+    "Gemma4UnifiedAssistantForCausalLM": (
+        "reads the keys that another model caches, which would need the same encoding",
+        COUPLED,
+    ),
     "PI0Model": (_KEYS, COUPLED),
     "BridgeTowerModel": ("runs the layers of its submodels one by one, not the submodels themselves", COUPLED),
     "JevForDecision": ("can't be loaded with output_loading_info=True, which shows missing weights", "loading without checks"),
