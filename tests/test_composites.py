@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.evolla import modeling_evolla
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -737,3 +738,29 @@ def test_reason_of_a_model_without_supported_submodels():
         with pytest.raises(hf_posenc.UnsupportedModelError, match=words) as refused:
             hf_posenc.patch(made, "alibi")
         assert refused.value.submodels == () and refused.value.reason != "composite model"
+
+
+def test_submodels_of_speech_models():
+    """Bark's own attention, and a decoder that keeps the position embeddings of the frames of its encoder."""
+    sizes = dict(hidden_size=32, num_layers=2, num_heads=4, block_size=24, input_vocab_size=VOCABULARY, output_vocab_size=7)
+    model = with_random_values(transformers.BarkSemanticModel(config("BarkSemantic", **sizes)))
+    alibi, ids = hf_posenc.patch(model, "alibi"), tokens(length=9)
+    with torch.no_grad():
+        model.position_embeds_layer.weight.zero_()
+    bias = -(0.25 ** torch.arange(1, 5))[:, None, None] * (torch.arange(9) - torch.arange(9)[:, None]).abs()
+    assert_close(run(alibi, {"input_ids": ids}), run(model, {"input_ids": ids, "attention_mask": bias.expand(2, -1, -1, -1)}))
+    sizes = dict(READING, head_dim=8, encoder_config=dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    model = transformers.MoonshineStreamingModel(config("MoonshineStreaming", **sizes))
+    new = hf_posenc.patch(model, "alibi", submodel="decoder")
+    assert new.decoder.pos_emb.weight is model.decoder.pos_emb.weight
+    assert all(path.startswith("decoder.") for paths in hf_posenc.inspect(new).locations.values() for path in paths)
+    with pytest.raises(ValueError, match="no submodel 'encoder'|no known positional component"):
+        hf_posenc.patch(model, "alibi", submodel="encoder")
+
+
+def test_rotation_that_ignores_its_layer_type():
+    made = modeling_evolla.SaProtConfig(**{**SIZES, "vocab_size": VOCABULARY})
+    model = with_random_values(modeling_evolla.EvollaSaProtProteinEncoder(made))
+    none, ids, order = hf_posenc.patch(model, "none"), tokens(length=9), torch.randperm(9)
+    assert_close(run(none, {"input_ids": ids[:, order]}), run(none, {"input_ids": ids})[:, order])
+    assert_apart(run(none, {"input_ids": ids}), run(model, {"input_ids": ids}))

@@ -383,20 +383,22 @@ def _is_front_end(module: Any) -> bool:
 
 
 def _several_models(model: Any, inner: str = "") -> UnsupportedModelError:
+    """The error for a composite model.
+
+    inner: the path of a submodel with its own positions. Empty if only parts of the model itself have positions.
+    """
     submodels, refused = _submodels(model)
     name = type(model).__name__
-    if submodels or not refused:
-        named = " or ".join(f"submodel={path!r}" for path in submodels)
-        return UnsupportedModelError(
-            f"{name} contains several models with their own position encodings, such as {inner}"
-            if inner
-            else f"hf-posenc supports only parts of {name}",
-            SEVERAL_MODELS,
-            f"Choose one: {named}." if named else f"None of them is supported by itself. {HOSTS_PAGE}",
-            submodels=submodels,
-        )
-    path, why = next(iter(refused.items()))
-    return UnsupportedModelError(f"no submodel of {name} is supported. For {path}: {why.message}", why.reason, why.remedy)
+    if refused and not submodels:
+        path, why = next(iter(refused.items()))
+        return UnsupportedModelError(f"no submodel of {name} is supported. For {path}: {why.message}", why.reason, why.remedy)
+    named = " or ".join(f"submodel={path!r}" for path in submodels)
+    remedy = f"Choose one: {named}." if named else f"None of them is supported by itself. {HOSTS_PAGE}"
+    if not inner:
+        return UnsupportedModelError(f"hf-posenc supports only parts of {name}", SEVERAL_MODELS, remedy, submodels)
+    return UnsupportedModelError(
+        f"{name} contains several models with their own position encodings, such as {inner}", SEVERAL_MODELS, remedy, submodels
+    )
 
 
 def submodel(model: Any, path: str) -> Any:
