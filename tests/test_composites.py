@@ -764,3 +764,19 @@ def test_rotation_that_ignores_its_layer_type():
     none, ids, order = hf_posenc.patch(model, "none"), tokens(length=9), torch.randperm(9)
     assert_close(run(none, {"input_ids": ids[:, order]}), run(none, {"input_ids": ids})[:, order])
     assert_apart(run(none, {"input_ids": ids}), run(model, {"input_ids": ids}))
+
+
+def test_parent_that_builds_another_model_from_its_own_config(tmp_path):
+    """ShieldGemma 2 builds a Gemma 3 with a head from its whole config, by an Auto class."""
+    given = gemma3().to_dict()
+    made = config("ShieldGemma2", **{key: given[key] for key in ("text_config", "vision_config", "mm_tokens_per_image")})
+    made.yes_token_index, made.no_token_index = 5, 6
+    model, inputs = with_random_values(transformers.ShieldGemma2ForImageClassification(made)), {"input_ids": tokens(length=9)}
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    new = hf_posenc.patch(model, "alibi", submodel="model.language_model")
+    new.save_pretrained(tmp_path)
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(again).__name__ == "PosEncShieldGemma2ForImageClassification"
+    assert_equal(run(again, inputs), run(new, inputs))
+    assert_apart(run(new, inputs), run(model, inputs))
+    assert_equal(run(hf_posenc.unpatch(again), inputs), run(model, inputs))

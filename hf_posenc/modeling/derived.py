@@ -9,6 +9,7 @@ import copy
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -136,6 +137,23 @@ class OriginalState(nn.Module):
             nn.init.normal_(table, std=0.02)
 
 
+class _Building(threading.local):
+    """The derived model that this thread is building, as `model`."""
+
+    model: Any = None
+
+
+BUILDING = _Building()
+
+
+def _is_built_within_another(config: Any) -> bool:
+    """Whether a derived model with this config is built by an Auto class within the original code of another derived model.
+
+    That model has the same kind of config (ShieldGemma 2), and installs the encoding in all of its submodels.
+    """
+    return BUILDING.model is not None and type(getattr(BUILDING.model, "config", None)) is type(config)
+
+
 class PosEncModelMixin(EncodingModelMixin):
     """Installs an encoding in each stack of an original class when a model is built."""
 
@@ -146,13 +164,24 @@ class PosEncModelMixin(EncodingModelMixin):
     config: Any
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        if _is_built_within_another(config):
+            super().__init__(config, *args, **kwargs)
+            return
         if isinstance(config, PosEncConfigMixin) and config.sub_configs:
             # This model changes the sub-configs into derived ones. They may come from a model with another encoding.
             config = copy.deepcopy(config)
             specs.make_parts_stock(config)
-        super().__init__(config, *args, **kwargs)
+        outer = BUILDING.model
+        BUILDING.model = self
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            BUILDING.model = outer
 
     def post_init(self) -> None:
+        if BUILDING.model is not self and _is_built_within_another(self.config):
+            super().post_init()
+            return
         if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
