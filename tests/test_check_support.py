@@ -264,7 +264,8 @@ def test_inputs_of_recipes_are_arguments():
     """Otherwise, a recipe for an unknown type, or an input that no `forward` accepts, would be ignored silently."""
     assert {*tiny.RECIPES} <= {*check_support.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
-        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance", "stock_fails"}, kind
+        known = {"config", "inputs", "class", "architectures", "vectors", "entrance", "stock_fails", "kernel_std"}
+        assert {*recipe} <= known, kind
         assert {*recipe.get("stock_fails", {})} <= {"eager=sdpa", "padding", "cache"}, kind
     assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
 

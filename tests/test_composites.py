@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.evolla import modeling_evolla
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -174,7 +175,11 @@ def parent(name, head=True, seed=0):
     made = PARENTS[name]
     torch.manual_seed(seed)
     cls = getattr(transformers, made.head if head and made.head else made.base)
-    model = randomize(cls(made.config()), seed=seed).eval()
+    return with_random_values(cls(made.config()), seed)
+
+
+def with_random_values(model, seed=0):
+    model = randomize(model, seed=seed).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             if value.ndim == 1 and key.endswith("weight"):
@@ -190,7 +195,7 @@ def with_encoding(name, encoding, submodel=None, head=True, **options):
 def run(model, inputs):
     """The main tensor of a model's output."""
     with torch.no_grad():
-        return first(model(**inputs))
+        return first(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -637,3 +642,162 @@ def test_the_commands(tmp_path):
     assert_equal(run(AutoModel.from_pretrained(tmp_path / "again"), inputs), run(parent("clip"), inputs))
     card = command("model-card", tmp_path / "new")
     assert card.exit_code == 0 and "`distance_bias` in `text_model." in card.output
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "llava"])
+def test_several_children_that_were_patched_by_themselves(name, tmp_path):
+    """A parent that builds its submodels by AutoModel reloads with a different encoding in each of them."""
+    model, inputs = parent(name), PARENTS[name].inputs()
+    fields = {"encoder": "encoder", "decoder": "decoder", "language_model": "text_config", "vision_tower": "vision_config"}
+    for submodel, encoding in zip(PARENTS[name].submodels, ("alibi", "shaw"), strict=True):
+        child = randomize_encoding(hf_posenc.patch(getattr(model.base_model, submodel), encoding))
+        setattr(model.base_model, submodel, child)
+        setattr(model.config, fields[submodel], child.config)
+    assert_apart(run(model, inputs), run(parent(name), inputs))
+    model.save_pretrained(tmp_path)
+    assert_equal(run(PARENTS[name].auto.from_pretrained(tmp_path), inputs), run(model, inputs))
+
+
+BACKBONE = dict(embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])
+DETECTING = dict(use_timm_backbone=False, backbone_kwargs=None, num_queries=5, encoder_layers=2, decoder_layers=1)
+DETECTING |= dict(d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4)
+
+
+def detector(prefix):
+    if prefix == "RTDetr":
+        backbone = config("RTDetrResNet", **BACKBONE, layer_type="basic", out_features=["stage2", "stage3", "stage4"])
+        more = dict(encoder_hidden_dim=32, encoder_in_channels=[8, 8, 16], decoder_in_channels=[32] * 3, num_denoising=0)
+    else:
+        backbone, more = config("ResNet", **BACKBONE, out_features=["stage4"]), dict(hidden_size=32)
+    more = {key: value for key, value in {**DETECTING, **more}.items() if prefix != "RTDetr" or "timm" not in key}
+    torch.manual_seed(0)
+    return with_random_values(getattr(transformers, f"{prefix}Model")(config(prefix, backbone_config=backbone, **more)))
+
+
+@pytest.mark.parametrize("prefix", ["Detr", "ConditionalDetr", "DabDetr", "TableTransformer"])
+def test_encoder_of_a_detection_model(prefix, tmp_path):
+    """The encoder has the config of the whole model, and receives its positions as an argument of each layer."""
+    model = detector(prefix)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="submodel='encoder'") as refused:
+        hf_posenc.patch(model, "alibi")
+    assert refused.value.submodels == ("encoder",)
+    none, alibi = (hf_posenc.patch(model, name, submodel="encoder") for name in ("none", "alibi"))
+    generator = torch.Generator().manual_seed(0)
+    patches, vectors = (torch.randn(2, 9, 32, generator=generator) for _ in range(2))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    order = torch.randperm(9, generator=generator)
+    assert_close(run(none.encoder, (patches, mask, vectors)), run(model.encoder, (patches, mask, torch.zeros_like(vectors))))
+    assert_close(run(none.encoder, (patches[:, order], mask, vectors)), run(none.encoder, (patches, mask, vectors))[:, order])
+    assert_apart(run(alibi.encoder, (patches[:, order], mask, vectors)), run(alibi.encoder, (patches, mask, vectors))[:, order])
+    if prefix != "TableTransformer":  # its attention takes no mask by head
+        bias = -(0.25 ** torch.arange(1, 5))[:, None, None] * (torch.arange(9) - torch.arange(9)[:, None]).abs()
+        biased = run(model.encoder, (patches, bias.expand(2, -1, -1, -1), torch.zeros_like(vectors)))
+        assert_close(run(alibi.encoder, (patches, mask, vectors)), biased)
+    mask[:, 6:] = 0
+    shorter = (patches[:, :6], mask[:, :6], vectors[:, :6])
+    assert_close(run(alibi.encoder, (patches, mask, vectors))[:, :6], run(alibi.encoder, shorter))
+    inputs = {"pixel_values": torch.randn(1, 3, 96, 96, generator=generator)}
+    assert_apart(run(alibi, inputs), run(none, inputs))
+    alibi.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert type(again).__name__ == f"PosEnc{prefix}Model" and again.config.position_spec.submodel == "encoder"
+    assert_equal(run(again, inputs), run(alibi, inputs))
+    assert_equal(run(hf_posenc.unpatch(again), inputs), run(model, inputs))
+
+
+def test_encoder_with_convolutions_after_its_attention(tmp_path):
+    """RT-DETR's encoder reads a list of feature maps, computes its positions itself, and combines the maps by convolutions."""
+    model, inputs = detector("RTDetr"), {"pixel_values": torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))}
+    alibi, none = (hf_posenc.patch(model, name, submodel="encoder") for name in ("alibi", "none"))
+    assert any(
+        path.startswith("encoder.fpn_blocks") for paths in hf_posenc.inspect(none).order_sensitive.values() for path in paths
+    )
+    alibi.save_pretrained(tmp_path)
+    assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(alibi, inputs))
+    expected = run(model, inputs)
+    assert_equal(run(hf_posenc.unpatch(alibi), inputs), expected)
+    assert_apart(run(none, inputs), expected)
+    model.encoder.aifi[0].position_embedding.register_forward_hook(lambda module, args, vectors: torch.zeros_like(vectors))
+    assert_close(run(none, inputs), run(model, inputs))
+
+
+def test_submodel_without_attention(tmp_path):
+    """Chameleon's image tokenizer consists of convolutions, so Chameleon is patched as a whole."""
+    tokenizer = dict(
+        embed_dim=8, num_embeddings=8, base_channels=32, channel_multiplier=[1], num_res_blocks=1, latent_channels=8
+    )
+    given = dict(READING, vocabulary_map={"<image>": IMAGE}, vq_config=dict(tokenizer, resolution=16))
+    model = with_random_values(transformers.ChameleonModel(config("Chameleon", **given)))
+    new = hf_posenc.patch(model, "alibi")
+    new.save_pretrained(tmp_path)
+    assert_apart(run(new, padded()), run(model, padded()))
+    assert_equal(run(AutoModel.from_pretrained(tmp_path), padded()), run(new, padded()))
+    assert_equal(run(hf_posenc.unpatch(new), padded()), run(model, padded()))
+
+
+def test_base_model_with_another_config(tmp_path):
+    """The base model of a depth estimator is its backbone, which is the submodel of that name."""
+    backbone = config("Tipsv2Vision", **SEEING, out_indices=[1, 2], apply_layernorm=True, reshape_hidden_states=False)
+    sizes = dict(neck_hidden_sizes=[8, 16], reassemble_factors=[1, 0.5], fusion_hidden_size=8, num_depth_bins=4)
+    torch.manual_seed(0)
+    model = with_random_values(transformers.Tipsv2DptForDepthEstimation(config("Tipsv2Dpt", backbone_config=backbone, **sizes)))
+    inputs = {"pixel_values": image()}
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="submodel='backbone'"):
+        hf_posenc.patch(model, "alibi")
+    new = hf_posenc.patch(model, "alibi", submodel="backbone")
+    new.save_pretrained(tmp_path)
+    assert_equal(run(transformers.AutoModelForDepthEstimation.from_pretrained(tmp_path), inputs), run(new, inputs))
+    assert_apart(run(new, inputs), run(model, inputs))
+
+
+def test_reason_of_a_model_without_supported_submodels():
+    model = transformers.UVDocModel(config("UVDoc"))
+    for made, words in (
+        (model, "neither positional components nor attention"),
+        (detector("DeformableDetr"), "position_embedding"),
+    ):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=words) as refused:
+            hf_posenc.patch(made, "alibi")
+        assert refused.value.submodels == () and refused.value.reason != "composite model"
+
+
+def test_submodels_of_speech_models():
+    """Bark's own attention, and a decoder that keeps the position embeddings of the frames of its encoder."""
+    sizes = dict(hidden_size=32, num_layers=2, num_heads=4, block_size=24, input_vocab_size=VOCABULARY, output_vocab_size=7)
+    model = with_random_values(transformers.BarkSemanticModel(config("BarkSemantic", **sizes)))
+    alibi, ids = hf_posenc.patch(model, "alibi"), tokens(length=9)
+    with torch.no_grad():
+        model.position_embeds_layer.weight.zero_()
+    bias = -(0.25 ** torch.arange(1, 5))[:, None, None] * (torch.arange(9) - torch.arange(9)[:, None]).abs()
+    assert_close(run(alibi, {"input_ids": ids}), run(model, {"input_ids": ids, "attention_mask": bias.expand(2, -1, -1, -1)}))
+    sizes = dict(READING, head_dim=8, encoder_config=dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    model = transformers.MoonshineStreamingModel(config("MoonshineStreaming", **sizes))
+    new = hf_posenc.patch(model, "alibi", submodel="decoder")
+    assert new.decoder.pos_emb.weight is model.decoder.pos_emb.weight
+    assert all(path.startswith("decoder.") for paths in hf_posenc.inspect(new).locations.values() for path in paths)
+    with pytest.raises(ValueError, match="no submodel 'encoder'|no known positional component"):
+        hf_posenc.patch(model, "alibi", submodel="encoder")
+
+
+def test_rotation_that_ignores_its_layer_type():
+    made = modeling_evolla.SaProtConfig(**{**SIZES, "vocab_size": VOCABULARY})
+    model = with_random_values(modeling_evolla.EvollaSaProtProteinEncoder(made))
+    none, ids, order = hf_posenc.patch(model, "none"), tokens(length=9), torch.randperm(9)
+    assert_close(run(none, {"input_ids": ids[:, order]}), run(none, {"input_ids": ids})[:, order])
+    assert_apart(run(none, {"input_ids": ids}), run(model, {"input_ids": ids}))
+
+
+def test_parent_that_builds_another_model_from_its_own_config(tmp_path):
+    """ShieldGemma 2 builds a Gemma 3 with a head from its whole config, by an Auto class."""
+    given = gemma3().to_dict()
+    made = config("ShieldGemma2", **{key: given[key] for key in ("text_config", "vision_config", "mm_tokens_per_image")})
+    made.yes_token_index, made.no_token_index = 5, 6
+    model, inputs = with_random_values(transformers.ShieldGemma2ForImageClassification(made)), {"input_ids": tokens(length=9)}
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    new = hf_posenc.patch(model, "alibi", submodel="model.language_model")
+    new.save_pretrained(tmp_path)
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(again).__name__ == "PosEncShieldGemma2ForImageClassification"
+    assert_equal(run(again, inputs), run(new, inputs))
+    assert_apart(run(new, inputs), run(model, inputs))
+    assert_equal(run(hf_posenc.unpatch(again), inputs), run(model, inputs))

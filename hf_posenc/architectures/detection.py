@@ -23,7 +23,7 @@ from hf_posenc.architectures.components import (
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.registered import declared_in
-from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, couples_submodels
+from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, why_mixed
 from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
@@ -36,6 +36,7 @@ from hf_posenc.architectures.structure import (
     layers_and_blocks,
     matching,
     original_class,
+    parts_of,
     roles,
     rows_of,
     tokens_of,
@@ -53,6 +54,8 @@ TOKEN_MIXING_ARGUMENTS = frozenset(
 """Arguments of modules that can mix tokens."""
 MASKS = frozenset([*CAUSAL_MASKS, BIDIRECTIONAL_MASK, *CAUSAL_FLAGS])
 UNKNOWN = "no known positional component"
+NONE_FOUND = "no supported positions or attention"
+"""The reason for a model without positional components and attentions."""
 
 
 def plan_of(found: Mapping[str, Structure]) -> list[StackPlan]:
@@ -128,10 +131,22 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     Raises UnsupportedModelError if one of the other stacks is unsupported, or if there is none. Raises ValueError if `where`
     names a stack that the model lacks.
     """
-    refuse_several_models(model)
+    front_ends = _front_ends(model)
+    try:
+        return _stacks_of(model, where, front_ends)
+    except UnsupportedModelError:
+        if front_ends and _submodels(model)[0]:
+            raise _several_models(model) from None
+        raise
+
+
+def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) -> dict[str, Structure]:
+    """`find_all` for a model with submodels without positions and attention, at the paths `front_ends`."""
     wanted = roles(where)
     passed: list[str] = []
-    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    models = {
+        path: module for path, module in _modules_outside(model, front_ends).items() if isinstance(module, PreTrainedModel)
+    }
     taken = [path for path, module in models.items() if is_patched(module)]
     found: dict[str, Structure] = {}
     for path, module in reversed(models.items()):
@@ -140,16 +155,17 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
             inner = [other for other in found if other.startswith(inside)]
             patched = [other.removeprefix(inside) for other in (*taken, *passed) if other.startswith(inside)]
             around = [*patched, *(other.removeprefix(inside) for other in inner)]
+            before = [other.removeprefix(inside) for other in front_ends if other.startswith(inside)]
             try:
-                structure = _find(module, around)
+                structure = _find(module, around, before)
             except UnsupportedModelError:
                 if not wanted or _role(module, _attentions(dict(module.named_modules()))[1]) in wanted:
                     raise
                 passed.append(path)
                 continue
-            if structure is None and inner and _has_sources_around(module, around):
+            if structure is None and inner and _has_sources_around(module, [*around, *before]):
                 # Swin's encoder has biases, and the model that contains it has position embeddings. They form one stack.
-                structure = _find(module, patched)
+                structure = _find(module, patched, before)
                 found = {other: each for other, each in found.items() if other not in inner}
             if structure is not None and wanted and structure.role not in wanted:
                 passed.append(path)
@@ -215,15 +231,16 @@ def _axes(stack: Any, components: Collection[PositionComponent], modules: Mappin
     return 2 if by_cell or isinstance(modules[path], nn.Conv2d) else 3
 
 
-def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
-    """The structure of a stack, without the inner stacks at the paths `taken`.
+def _find(stack: Any, taken: Collection[str], front_ends: Collection[str]) -> Structure | None:
+    """The structure of a stack, without the inner stacks at the paths `taken`, and the models at the paths `front_ends`.
 
     None if it has no attention or no positional components. DINOv3's encoder gets its angles from the model that contains it.
 
     Raises UnsupportedModelError if a positional component can't be replaced.
     """
-    taken = [*taken, *(path for path, module in stack.named_modules() if path and custom.name_of(module) in custom.OTHER_PARTS)]
-    modules = _modules_outside(stack, taken)
+    apart = (path for path, module in stack.named_modules() if path and custom.name_of(module) in custom.OTHER_PARTS)
+    taken = [*taken, *apart]
+    modules = _modules_outside(stack, [*taken, *front_ends])
     _refuse_modules(stack, modules)
     attentions, _ = _attentions(modules)
     if not attentions:
@@ -285,7 +302,9 @@ def _pools(path: str, module: nn.Module) -> bool:
 def _conv_stems(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
     """The convolutions outside the numbered layers of a stack that computes its tokens from an image or audio, by path."""
     names = {*argument_names(stack)}
-    if not TOKEN_INPUTS.isdisjoint(names) and stack.main_input_name not in names - TOKEN_INPUTS:
+    # RT-DETR's encoder reads feature maps as `inputs_embeds`, and its main input is still that of the whole model.
+    tokens = TOKEN_INPUTS if reads_tokens(stack) or stack.main_input_name in TOKEN_INPUTS else frozenset()
+    if not tokens.isdisjoint(names) and stack.main_input_name not in names - tokens:
         return {}
     rows = tuple(f"{row}." for row in rows_of(modules, attentions))
     # Positional convolutions are positional components, or are never called.
@@ -336,64 +355,105 @@ def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
     return any(next(iter(kind.find(stack, modules)), None) is not None for kind in PositionComponent.kinds)
 
 
-def refuse_several_models(model: Any) -> None:
-    """Raises UnsupportedModelError for a composite model (LLaVA). BART's encoder and decoder have the whole model's config."""
-    for path, module in model.named_modules():
-        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
-            raise _several_models(model, path)
+def _front_ends(model: Any) -> list[str]:
+    """The paths of the submodels without positions and attention, such as a convolutional backbone, in a composite model.
+
+    Raises UnsupportedModelError if other submodels have their own config (LLaVA). BART's encoder and decoder have the whole
+    model's config.
+    """
+    found: list[str] = []
+    for path, module in _with_own_config(model).items():
+        if not path.startswith(tuple(f"{other}." for other in found)):
+            if not _is_front_end(module):
+                raise _several_models(model, path)
+            found.append(path)
+    return found
 
 
-def _several_models(model: Any, inner: str) -> UnsupportedModelError:
-    submodels = submodels_of(model)
+def _with_own_config(model: Any) -> dict[str, Any]:
+    """The submodels that have another kind of config than the model, by path. Only composite models have such submodels."""
+    inner = {path: module for path, module in model.named_modules() if path and isinstance(module, PreTrainedModel)}
+    return {path: module for path, module in inner.items() if type(module.config) is not type(model.config)}
+
+
+def _is_front_end(module: Any) -> bool:
+    try:
+        find_all(module)
+    except UnsupportedModelError as refused:
+        return refused.reason == NONE_FOUND
+    return False
+
+
+def _several_models(model: Any, inner: str = "") -> UnsupportedModelError:
+    """The error for a composite model.
+
+    inner: the path of a submodel with its own positions. Empty if only parts of the model itself have positions.
+    """
+    submodels, refused = _submodels(model)
+    name = type(model).__name__
+    if refused and not submodels:
+        path, why = next(iter(refused.items()))
+        return UnsupportedModelError(f"no submodel of {name} is supported. For {path}: {why.message}", why.reason, why.remedy)
     named = " or ".join(f"submodel={path!r}" for path in submodels)
+    remedy = f"Choose one: {named}." if named else f"None of them is supported by itself. {HOSTS_PAGE}"
+    if not inner:
+        return UnsupportedModelError(f"hf-posenc supports only parts of {name}", SEVERAL_MODELS, remedy, submodels)
     return UnsupportedModelError(
-        f"{type(model).__name__} contains several models with their own position encodings, such as {inner}",
-        SEVERAL_MODELS,
-        f"Choose one: {named}." if named else f"None of them is supported by itself. {HOSTS_PAGE}",
-        submodels=submodels,
+        f"{name} contains several models with their own position encodings, such as {inner}", SEVERAL_MODELS, remedy, submodels
     )
 
 
 def submodel(model: Any, path: str) -> Any:
-    """The submodel at a dotted path in the base model of a composite model.
+    """The submodel at a dotted path in the base model of a composite model (see `structure.part`).
 
     Raises ValueError if there is none, and UnsupportedModelError if the composite model interleaves its submodels.
     """
-    base = model.base_model
-    inner = dict(base.named_modules()).get(path)
-    if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
-        there = submodels_of(model)
+    inner = parts_of(model).get(path)
+    if inner is None or not _with_own_config(model):
+        there, name = submodels_of(model), type(model.base_model).__name__
         supported = f"Supported submodels: {quoted(there)}." if there else "It has no supported submodels; omit the argument."
-        raise ValueError(f"{type(base).__name__} has no submodel {path!r}{did_you_mean(path, there)}. {supported}")
+        raise ValueError(f"{name} has no submodel {path!r}{did_you_mean(path, there)}. {supported}")
     _refuse_mixed(model, inner, path)
     return inner
 
 
 def submodels_of(model: Any) -> tuple[str, ...]:
-    """The paths of the supported submodels, relative to the base model.
+    """The paths of the supported submodels of a composite model that isn't supported as a whole.
 
     They don't contain each other, and those that read token IDs come first.
     """
-    found: dict[str, bool] = {}
-    for path, module in model.base_model.named_modules():
-        inside = any(path.startswith(f"{other}.") for other in found)
-        if path and not inside and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
+    try:
+        find_all(model)
+    except UnsupportedModelError as refused:
+        return refused.submodels
+    return ()
+
+
+def _submodels(model: Any) -> tuple[tuple[str, ...], dict[str, UnsupportedModelError]]:
+    """The paths of the supported submodels, and the errors for the others with positions or attention, if they aren't composite
+    models.
+    """
+    found: dict[str, Any] = {}
+    refused: dict[str, UnsupportedModelError] = {}
+    for path, module in parts_of(model).items():
+        if not any(module is each for outer in found.values() for each in outer.modules()):
             try:
                 _refuse_mixed(model, module, path)
                 find_all(module)
-            except UnsupportedModelError:
+            except UnsupportedModelError as error:
+                if error.reason not in (NONE_FOUND, SEVERAL_MODELS) and not _with_own_config(module):
+                    refused[path] = error
                 continue
-            found[path] = reads_tokens(module)
-    return tuple(sorted(found, key=lambda path: not found[path]))
+            found[path] = module
+    return tuple(sorted(found, key=lambda path: not reads_tokens(found[path]))), refused
 
 
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
     """Raises UnsupportedModelError if a model that contains this submodel interleaves its submodels."""
     for module in model.modules():
-        if (why := couples_submodels(module)) and any(part is inner for part in module.modules()):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} {why}, so {path} isn't supported by itself", "interleaved submodels"
-            )
+        if (mixed := why_mixed(module)) and any(part is inner for part in module.modules()):
+            why, reason = mixed
+            raise UnsupportedModelError(f"{type(module).__name__} {why}, so {path} isn't supported by itself", reason)
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
@@ -443,7 +503,7 @@ def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"hf-posenc doesn't support {host.__name__}: it found neither positional components nor attention layers that use the "
         "Transformers attention interface",
-        "no supported positions or attention",
+        NONE_FOUND,
     )
 
 

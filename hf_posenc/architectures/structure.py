@@ -425,6 +425,17 @@ def rows_of(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> se
     return {layer.rpartition(".")[0] for layer, _ in layers_and_blocks(modules, attentions).values()}
 
 
+def parts_of(model: Any) -> dict[str, Any]:
+    """The submodels of a model by path, outermost first.
+
+    Paths are relative to the base model. If the base model itself has another kind of config than the model, it is a submodel
+    too, and its path is its name in the model.
+    """
+    base = model.base_model
+    whole = {} if type(base.config) is type(model.config) else {model.base_model_prefix: base}
+    return {**whole, **{path: module for path, module in base.named_modules() if path and isinstance(module, PreTrainedModel)}}
+
+
 def part(model: Any, path: str | None) -> Any:
-    """The submodel at a dotted path in the base model of a composite model. If the path is None, the model itself."""
-    return model if path is None else model.base_model.get_submodule(path)
+    """The submodel at a path of `parts_of`. If the path is None, the model itself."""
+    return model if path is None else parts_of(model).get(path) or model.base_model.get_submodule(path)

@@ -41,6 +41,7 @@ _LONGFORMER = CustomAttention(unscaled, forward=local.longformer)
 _COSINES = CustomAttention(learned_scaling)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
+    "bark.BarkSelfAttention": _PLAIN,
     "bigbird_pegasus.BigBirdPegasusSelfAttention": _PLAIN,
     "informer.InformerAttention": _SCALED_BEFORE,
     "lxmert.LxmertAttention": _PLAIN,
@@ -59,6 +60,7 @@ KNOWN = {
     "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
+    "dab_detr.DetrAttention": _SCALED_BEFORE,
     "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
     "data2vec.Data2VecVisionSelfAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
@@ -96,9 +98,11 @@ KNOWN = {
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "slanext.SLANeXtVisionAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": CustomAttention(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
+    "table_transformer.TableTransformerAttention": _SCALED_BEFORE,
     "tapas.TapasSelfAttention": _PLAIN,
     "timesformer.TimesformerSelfAttention": _PLAIN,
     "timm.layers.attention.Attention": _SCALED_BEFORE,

@@ -46,6 +46,8 @@ def patch(
             field. None: no limit for computed encodings, the original length for learned ones.
         submodel: in a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to patch, within
             the base model ("text_model", "language_model", "decoder"). Without it, the error for such a model lists the paths.
+            For different encodings in several submodels that Auto classes create (LLaVA), patch each submodel by itself. Then
+            set it and its config in the composite model and its config.
         where: in an encoder-decoder model, where the encoding applies: one or more of "encoder", "decoder" (their
             self-attention; the default is both), and "cross" (cross-attention, where the distance is that of the positions in
             both sequences). Other places keep the original positions. A dict sets a separate encoding or other options for each

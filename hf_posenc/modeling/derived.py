@@ -9,6 +9,7 @@ import copy
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -136,6 +137,23 @@ class OriginalState(nn.Module):
             nn.init.normal_(table, std=0.02)
 
 
+class _Building(threading.local):
+    """The derived model that this thread is building, as `model`."""
+
+    model: Any = None
+
+
+BUILDING = _Building()
+
+
+def _is_built_within_another(config: Any) -> bool:
+    """Whether a derived model with this config is built by an Auto class within the original code of another derived model.
+
+    That model has the same kind of config (ShieldGemma 2), and installs the encoding in all of its submodels.
+    """
+    return BUILDING.model is not None and type(getattr(BUILDING.model, "config", None)) is type(config)
+
+
 class PosEncModelMixin(EncodingModelMixin):
     """Installs an encoding in each stack of an original class when a model is built."""
 
@@ -146,13 +164,24 @@ class PosEncModelMixin(EncodingModelMixin):
     config: Any
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        if _is_built_within_another(config):
+            super().__init__(config, *args, **kwargs)
+            return
         if isinstance(config, PosEncConfigMixin) and specs.part_names(config):
             # This model changes the sub-configs into derived ones. They may come from a model with another encoding.
             config = copy.deepcopy(config)
             specs.make_parts_stock(config)
-        super().__init__(config, *args, **kwargs)
+        outer = BUILDING.model
+        BUILDING.model = self
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            BUILDING.model = outer
 
     def post_init(self) -> None:
+        if BUILDING.model is not self and _is_built_within_another(self.config):
+            super().post_init()
+            return
         if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
@@ -176,13 +205,14 @@ class PosEncModelMixin(EncodingModelMixin):
             # A model around the submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
             if ours and any(id(part) in stacks for part in module.modules()):
-                if id(module) in within and module is not self:
+                # DETR's encoder has the whole model's config, which has the encoding already.
+                if id(module) in within and module is not self and type(module.config) is not type(self.config):
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
                 module.__class__ = derive(type(module))
                 _compat.record_outputs(module)  # by class: __init__ registered the original class
                 if id(module) in stacks:
-                    _install(stacks[id(module)], module.config.position_spec)
+                    _install(stacks[id(module)], replace(spec, submodel=None))
                 module._token_stack = () if id(module) in stacks else _token_stack_of(module, stacks.values())
                 if module is not self:
                     module.original_class.post_init(module)

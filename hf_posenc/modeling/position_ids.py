@@ -173,6 +173,8 @@ class PositionInputs:
         """
         embeds = call["inputs_embeds"]
         tokens = call[self.tokens] if embeds is None else embeds
+        if isinstance(tokens, list):  # feature maps of several sizes (RT-DETR)
+            return None, call
         if tokens is None or tokens.ndim < 3:
             return tokens, call
         if embeds is None and self.flattens:
@@ -211,7 +213,8 @@ class PositionInputs:
 
     def _lacks_tokens(self, stack: Any, call: BoundCall) -> bool:
         """Whether a stack that reads tokens received neither tokens nor another input to compute them from."""
-        return not TOKEN_INPUTS.isdisjoint(self.names) and call[stack.main_input_name] is None
+        given = (call[name] for name in ("inputs_embeds", stack.main_input_name))
+        return not TOKEN_INPUTS.isdisjoint(self.names) and all(each is None for each in given)
 
     def _of_unknown_number(self, stack: Any, call: BoundCall) -> PositionContext:
         """The context of a stack that computes its tokens itself from an image or audio."""

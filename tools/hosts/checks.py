@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
+from hf_posenc.architectures import structure
 from tools.hosts import tiny
 from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrances, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
@@ -342,8 +343,8 @@ def _without(answer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def path_of(model: PreTrainedModel, part: str) -> str:
     """The path of a submodel within the model. `patch` names it relative to the base model."""
-    inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
-    return inside + part
+    inner = structure.part(model, part or None)
+    return next(path for path, module in model.named_modules() if module is inner)
 
 
 def patch(model: PreTrainedModel, encoding: str, part: str) -> PreTrainedModel:

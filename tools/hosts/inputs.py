@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
-TOKENS = ("input_ids", "context_input_ids", "classes_input_ids", "decoder_input_ids")
+TOKENS = ("input_ids", "context_input_ids", "classes_input_ids", "protein_input_ids", "decoder_input_ids")
 CACHES = {"cache", "past_key_values"}
 """Names of the cache argument, which Transformers 5.24 renamed."""
 CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs", "patch_input")
@@ -273,7 +273,7 @@ class Entrance:
         if self.where == "output":
             hook = module.register_forward_hook(lambda module, args, answer: self.taken(answer, index))
         else:
-            hook = module.register_forward_pre_hook(self._before(index), with_kwargs=True)
+            hook = module.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
         try:
             yield dict(inputs)
         finally:

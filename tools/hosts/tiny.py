@@ -83,6 +83,7 @@ RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipe
 - `class`: name of the class that builds the model.
 - `vectors`: path of the module that returns one vector per position, if the model returns fewer.
 - `entrance`: path of the module that receives the content.
+- `kernel_std`: standard deviation of kernels, if deep convolutions would give vectors beside which positions don't show.
 - `architectures`: the config's field, if AutoModel selects a class by it.
 - `stock_fails`: check -> why the original model fails it. It applies only if the original model does fail.
 """
@@ -315,17 +316,21 @@ def candidates(kind: str, only: int | None = None, changes: Mapping[str, Any] | 
 
 def _filled(kind: str, config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return randomized(made(kind, config).eval())
+    return randomized(made(kind, config).eval(), RECIPES.get(kind, {}).get("kernel_std", 0.3))
 
 
-def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Set all parameters to random values, because initial zeros and ones would hide the effect of a layer."""
+def randomized(model: PreTrainedModel, kernel_std: float = 0.3) -> PreTrainedModel:
+    """Set all parameters to random values, because initial zeros and ones would hide the effect of a layer.
+
+    kernel_std: the standard deviation of the kernels of 2-D convolutions.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 centre = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
-                parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+                std = kernel_std if parameter.ndim == 4 else 0.3
+                parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith("embed_sum"):  # a codebook, from which all codes would get the same vector
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))

@@ -16,13 +16,14 @@ class UnsupportedModelError(ValueError):
 
     The message ends with a remedy. docs/reference/models.md lists the reasons.
 
+    message, remedy: the two parts of the text.
     reason: a short phrase that models with the same cause share.
     submodels: supported submodels, values for `submodel` of `patch`.
     """
 
     def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
         super().__init__(f"{message}. The model was not changed. {remedy}" if reason else message)
-        self.reason, self.submodels = reason, submodels
+        self.message, self.reason, self.remedy, self.submodels = message, reason, remedy, submodels
 
     def of_own_class(self) -> "UnsupportedModelError":
         """The same error for a custom class, with a link to the page on registration."""

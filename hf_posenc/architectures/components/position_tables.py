@@ -12,7 +12,10 @@ from hf_posenc.encodings import check_size, short_repr
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
 
-NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "pos_sinusoidal_embed", "wpe")
+NAMES = (
+    *("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "position_embeds_layer"),
+    *("pos_sinusoidal_embed", "wpe"),
+)
 BESIDE = ("box_position_embeddings",)
 IMAGES = "pixel_values"
 """The argument of stacks whose position embeddings belong to image patches and extra tokens."""

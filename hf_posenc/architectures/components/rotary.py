@@ -113,10 +113,10 @@ def _is_understood(module: Any, config: Any) -> bool:
     """
     if any(buffer.is_meta for buffer in module.buffers()):
         return True
-    if "layer_type" not in argument_names(module):
+    kinds = getattr(module, "layer_types", None) or getattr(config, "layer_types", None) or ()
+    if not kinds or "layer_type" not in argument_names(module):
         return _is_rotation(module, {})
     # Layer types without rotation have no parameters: linear attention, or None for layers without positions.
-    kinds = getattr(module, "layer_types", None) or getattr(config, "layer_types", None) or ()
     given = getattr(config, "rope_parameters", None) or {}
     asked = {kind for kind in kinds if given.get(kind, given) is not None}
     return bool(asked) and all(_is_rotation(module, {"layer_type": kind}) for kind in asked)

@@ -21,8 +21,13 @@ OTHER_INPUTS = re.compile(
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
 """Paths of embeddings that don't encode word order: coordinates of boxes on a page, and inputs besides the tokens."""
-OF_IMAGES = {"LayoutLMv3Model": "pos_embed", "ViltEmbeddings": "position_embeddings"}
-"""Class of a module of a stack that reads both images and tokens -> name of its parameter for positions in images."""
+OF_OTHER_INPUTS = {
+    "LayoutLMv3Model": "pos_embed",
+    "MoonshineStreamingDecoder": "pos_emb",
+    "ViltEmbeddings": "position_embeddings",
+}
+"""Class of a module of a stack that reads tokens -> its parameter or module for positions in an image, or in the encoder's
+output."""
 OF_BOXES = frozenset(["RelativePositionBiasHorizontal", "RelativePositionBiasVertical"])
 """Classes of modules that compute biases by the boxes of tokens on a page (UDOP)."""
 SUMS = frozenset(["RelativePositionBiasAggregated"])
@@ -50,18 +55,24 @@ def convolves(path: str, module: nn.Module) -> bool:
 
 
 _KEYS = "passes the keys that one submodel caches to another, which would need the same encoding"
+COUPLED = "interleaved submodels"
 MIXED = {
-    "DiffusionGemmaModel": _KEYS,
-    "PI0Model": _KEYS,
-    "BridgeTowerModel": "runs the layers of its submodels one by one, not the submodels themselves",
+    "DiffusionGemmaModel": (_KEYS, COUPLED),
+    "Gemma4UnifiedAssistantForCausalLM": (
+        "reads the keys that another model caches, which would need the same encoding",
+        COUPLED,
+    ),
+    "PI0Model": (_KEYS, COUPLED),
+    "BridgeTowerModel": ("runs the layers of its submodels one by one, not the submodels themselves", COUPLED),
+    "JevForDecision": ("can't be loaded with output_loading_info=True, which shows missing weights", "loading without checks"),
 }
-"""Composite models whose submodels can't be patched separately -> the reason."""
+"""Composite models whose submodels can't be patched separately -> why not, and the reason that such models share."""
 
 
-def couples_submodels(module: nn.Module) -> str:
-    """The reason why no submodel of a Transformers model can be patched separately, or ""."""
+def why_mixed(module: nn.Module) -> tuple[str, str] | None:
+    """Why no submodel of a Transformers model can be patched separately, and the reason that such models share, or None."""
     theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
-    return next((MIXED[name] for name in theirs if name in MIXED), "")
+    return next((MIXED[name] for name in theirs if name in MIXED), None)
 
 
 def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
@@ -74,6 +85,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
     """
     unused: list[str] = []
     read: set[str] | None = None
+    of_other_inputs = {OF_OTHER_INPUTS.get(cls.__name__) for cls in type(stack).__mro__}
     for path, module in modules.items():
         name = path.rpartition(".")[2]
         if path.startswith(tuple(f"{outer}." for outer in unused)):
@@ -83,7 +95,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
         if is_one_of(OF_BOXES, module):
             unused.append(path)  # by the tokens' order
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or is_one_of(SUMS, module):
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
@@ -102,7 +114,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             yield path, "order-sensitive recurrent states"
         tensors = {**module._parameters, **module._buffers, "position_ids": None}
         for key in (key for key, tensor in tensors.items() if tensor is not None):
-            if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
+            if not WORDS & {*_words(key)} or key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_COMPONENTS
