@@ -71,7 +71,11 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     batch, the vectors get the same shape. The axis D can be before the rows (LW-DETR). If there are several channels before L,
     each gets the same vectors.
     """
-    if hidden.ndim == 4 and _has_channels_first(hidden, dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches):
+    if (
+        token_axis == 1
+        and hidden.ndim == 4
+        and _has_channels_first(hidden, dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches)
+    ):
         return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     if token_axis == 2:
         length = math.prod(hidden.shape[2:])
