@@ -73,7 +73,7 @@ class PositionalConvolution(PositionComponent):
         for layer in module.modules():
             if isinstance(layer, nn.Conv1d):
                 layer.register_forward_hook(lambda module, args, answer: torch.zeros_like(answer))
-        given = torch.linspace(-1, 1, 7 * self.width).view(1, 7, self.width)
+        given = torch.linspace(-1, 1, 7 * self.width, dtype=torch.float32, device="cpu").view(1, 7, self.width)
         given = given if self.token_axis == 1 else given.transpose(1, 2)
         with torch.no_grad():
             return torch.equal(module(given), given)
