@@ -536,7 +536,7 @@ def test_refuses(texts, words, more):
 def test_refuses_cross_attention_and_other_inputs():
     with pytest.raises(hf_posenc.UnsupportedModelError, match="cross-attention"):
         convert("bart", "relative", max_distance=REACH, where=["encoder", "cross"])
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="WhisperModel doesn't only read tokens"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="WhisperEncoder doesn't read tokens"):
         convert(tiny("WhisperModel"), "relative", max_distance=REACH, where="decoder")
 
 

@@ -14,7 +14,6 @@ are stored by family, encoding, and hash of the code, so an interrupted run resu
 
 import argparse
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -26,12 +25,17 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.progress import ProgressBar
+from hf_posenc.serialization.atomic import write_text
+from tools.check_support import state_of_the_code
+
 ROOT = Path(__file__).resolve().parent.parent
 ENCODING, FAMILY = "HF_POSENC_TESTED_ENCODING", "HF_POSENC_TESTED_FAMILY"
 """Environment variables of the test process. pytest loads this module as a plugin there."""
 ENCODINGS = ("rope", "alibi", "shaw", "sinusoidal")
 FAMILIES = {
-    "encoders": "albert bert camembert deberta_v2 distilbert electra ernie esm megatron_bert modernbert mpnet nomic_bert "
+    "encoders": "albert bert deberta_v2 distilbert electra ernie esm megatron_bert modernbert mpnet nomic_bert "
     "rembert roberta roformer xlm_roberta",
     "decoders": "bloom falcon gemma gpt2 gpt_neox gptj granite llama mistral mixtral mpt olmo2 opt phi3 qwen2 qwen3 stablelm",
     "encoder-decoders": "bart blenderbot m2m_100 marian mbart pegasus t5 umt5",
@@ -39,7 +43,12 @@ FAMILIES = {
     "audio": "audio_spectrogram_transformer hubert wav2vec2 whisper",
 }
 """Kind -> modeling directories that are tested by default."""
-EXPLAINED: dict[str, str] = {}
+EXPLAINED = {
+    "test_config": "Saving a config also builds its model without weights. No model has the sizes of this test's config.",
+    "test_inherits_generation_mixin": "It looks at direct base classes only. Derived classes inherit the mixin indirectly.",
+    "sinusoidal_encodings": "It tests the position embeddings that the encoding replaces.",
+    "test_model_rope_scaling": "It tests the rotation that the encoding replaces.",
+}
 """Name of a test -> why it fails with an encoding only."""
 
 
@@ -187,11 +196,11 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    from hf_posenc.progress import ProgressBar
-    from hf_posenc.serialization.atomic import write_text
-    from tools.check_support import state_of_the_code
+def _has(file: Path, state: str) -> bool:
+    return file.exists() and state in records.read(file)
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="directory of a clone of Transformers")
     parser.add_argument("--families", help="comma-separated modeling directories (default: a sample of all kinds)")
@@ -200,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=int, default=900, help="seconds for a family's tests (default: %(default)s)")
     parser.add_argument("--output_file", type=Path, help="file for the table, which is also printed")
-    kept = ROOT / "build" / "own_tests.jsonl"
+    kept = ROOT / "build" / "own_tests.json"
     parser.add_argument("--results_file", type=Path, default=kept, help="file of stored results (default: %(default)s)")
     args = parser.parse_args()
     families = args.families.split(",") if args.families else [name for names in FAMILIES.values() for name in names.split()]
@@ -213,15 +222,12 @@ def main() -> None:
     wanted = [(name, each) for place, name in enumerate(families) for each in given or [ENCODINGS[place % len(ENCODINGS)]]]
     state, done = state_of_the_code(), dict[tuple[str, str], Result]()
     args.results_file.parent.mkdir(parents=True, exist_ok=True)
-    for line in args.results_file.read_text().splitlines() if args.results_file.exists() else ():
-        row = json.loads(line)
-        if row.pop("state") == state:
-            done[row["family"], row["encoding"]] = Result(**row)
+    for row in records.read(args.results_file)[state] if _has(args.results_file, state) else ():
+        done[row["family"], row["encoding"]] = Result(**row)
     missing = [each for each in wanted if each not in done]
     for family, encoding in ProgressBar(missing, desc="families"):
-        result = done[family, encoding] = tested(args.checkout.resolve(), family, encoding, args.limit)
-        with args.results_file.open("a") as file:
-            file.write(json.dumps({"state": state, **asdict(result)}) + "\n")
+        done[family, encoding] = tested(args.checkout.resolve(), family, encoding, args.limit)
+        records.write(args.results_file, {state: [asdict(each) for each in done.values()]})
     page = table([done[each] for each in wanted])
     print(page, end="")
     if args.output_file:
@@ -229,4 +235,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.set_up()
     main()

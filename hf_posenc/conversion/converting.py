@@ -198,12 +198,13 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
     pairs = [_Pair(found, patched.get_submodule(path), original, patched) for path, found in stacks.items()]
     pairs.sort(key=lambda pair: pair.found.role != "encoder")
     for pair in pairs:
-        if not reads_tokens(pair.found.stack) or (pair.reads_an_encoder and not reads_tokens(original.get_encoder())):
-            raise UnsupportedModelError(
-                f"{name} doesn't only read tokens, which calibration needs",
-                reason="no tokens to calibrate on",
-                remedy="Patch the model, then train it.",
-            )
+        for stack in [pair.found.stack, *([original.get_encoder()] if pair.reads_an_encoder else [])]:
+            if not reads_tokens(stack):
+                raise UnsupportedModelError(
+                    f"{type(stack).__name__} doesn't read tokens, which calibration needs",
+                    reason="no tokens to calibrate on",
+                    remedy="Patch the model, then train it.",
+                )
         _refuse_odd_attentions(pair.found)
     if len(pairs) > 1 and not getattr(original.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(

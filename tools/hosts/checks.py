@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
-from hf_posenc.architectures import structure
 from tools.hosts import tiny
 from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, as_vectors, entrances, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
@@ -343,8 +342,9 @@ def _without(answer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def path_of(model: PreTrainedModel, part: str) -> str:
     """The path of a submodel within the model. `patch` names it relative to the base model."""
-    inner = structure.part(model, part or None)
-    return next(path for path, module in model.named_modules() if module is inner)
+    inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
+    models = [path for path, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return inside + part if inside + part in models else part  # the base model itself can be a submodel, too
 
 
 def patch(model: PreTrainedModel, encoding: str, part: str) -> PreTrainedModel:
