@@ -705,6 +705,19 @@ def test_encoder_of_a_detection_model(prefix, tmp_path):
     assert_equal(run(hf_posenc.unpatch(again), inputs), run(model, inputs))
 
 
+@pytest.mark.parametrize("encoding", ["alibi", "rope", "sinusoidal"])
+def test_a_padded_image_has_the_positions_of_the_image_alone(encoding):
+    """In a batch, each row of a smaller image ends with padding, which has no position."""
+    encoder = hf_posenc.patch(detector("Detr"), encoding, submodel="encoder").encoder
+    patches = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 3, 4, dtype=torch.long)
+    mask[0, :, 3] = mask[0, 2] = 0
+    mask = mask.flatten(1)
+    shown = mask[0].bool()
+    alone = run(encoder, (patches[:1, shown], mask[:1, shown], torch.zeros(1, 6, 32)))
+    assert_close(run(encoder, (patches, mask, torch.zeros_like(patches)))[:1, shown], alone)
+
+
 def test_encoder_with_convolutions_after_its_attention(tmp_path):
     """RT-DETR's encoder reads a list of feature maps, computes its positions itself, and combines the maps by convolutions."""
     model, inputs = detector("RTDetr"), {"pixel_values": torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))}

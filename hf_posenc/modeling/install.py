@@ -96,6 +96,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         extra_tokens=structure.extra_tokens,
         windows=structure.windows or len(structure.embedding_outputs) > 1,
         flattens=structure.flattens,
+        counts_shown=any(component.pads_rows for component in structure.components),
         causal_flags=structure.causal_flags,
     )
     stack.posenc_state = StackState(spec, inputs, locations)

@@ -82,6 +82,7 @@ class PositionInputs:
     extra_tokens, windows: fields of the `PatchLayout` of a stack that computes its tokens itself.
     replaces: whether the original positions were removed. Otherwise, the arguments don't change.
     flattens: whether a stack reads input IDs with more dimensions, `[B, choices, L]`, as one text per row of L.
+    counts_shown: whether positions count the tokens that the mask shows, also where tokens see later ones (DETR).
     causal_flags: config flags that select the stack's masks, name -> value when the encoding was built.
     """
 
@@ -95,14 +96,15 @@ class PositionInputs:
     windows: bool = False
     replaces: bool = True
     flattens: bool = False
+    counts_shown: bool = False
     causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
     def prepare(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The new arguments and the `PositionContext` of this forward pass. They contain it if the original model passes it on.
 
         Explicit `position_ids`, counted as the original model counts them, take precedence. Otherwise, positions come from the
-        attention mask. In decoders and after cached keys, they count the tokens that the mask shows (`position_ids_from_mask`).
-        Elsewhere, they are indices from the first token that the mask shows (`positions_of`).
+        attention mask. In decoders, after cached keys, and in padded images, they count the tokens that the mask shows
+        (`position_ids_from_mask`). Elsewhere, they are indices from the first token that the mask shows (`positions_of`).
         """
         call = BoundCall(self.names, args, kwargs)
         self._check_causal_flags(stack, call)
@@ -139,7 +141,8 @@ class PositionInputs:
             ids = self._from_zero(stack, ids, length, mask)
         if self.replaces:
             _check_length(stack, length, past, cache, ids)
-        positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
+        counts_shown = self.counts_shown or stack.posenc.geometry.is_causal
+        positions, start, keys = _positions(ids, padding, cache, past, shape, device, counts_shown)
         cross = stack.posenc._modules.get("cross")
         context = PositionContext(
             stack.posenc,
@@ -371,14 +374,14 @@ def _positions(
     past: int | Tensor,
     shape: Sequence[int],
     device: torch.device,
-    is_causal: bool,
+    counts_shown: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The positions, start, and keys of a `PositionContext`.
 
-    ids: explicit positions, `[1 or B, L]`. mask: `[B, K]`. shape: B and L.
+    ids: explicit positions, `[1 or B, L]`. mask: `[B, K]`. shape: B and L. counts_shown: whether only shown tokens count.
     """
     batch, length = shape
-    if cache is None and ids is None and not is_causal:
+    if cache is None and ids is None and not counts_shown:
         return *positions_of(length, 0, mask, device), None
     remembered = None if cache is None else cache_positions.load_positions(cache, batch, past)
     index = (torch.arange(length, device=device) + past)[None]

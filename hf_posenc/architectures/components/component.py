@@ -107,6 +107,9 @@ class PositionComponent(abc.ABC):
     layer_token_axis: ClassVar[int | None] = None
     """The token axis of the hidden states that enter the layers, such as -2 in `[B, channels, L, D]`. None: the attention's."""
 
+    pads_rows: ClassVar[bool] = False
+    """Whether the mask can hide tokens between others, because each row of a smaller image in a batch ends with padding."""
+
     @property
     def output_module(self) -> str | None:
         """The path of the module whose output `[B, L, D]` includes the original vectors, if others can be added to it."""

@@ -25,6 +25,7 @@ class SpatialVectors(PositionComponent):
     """The argument of a layer with vectors of positions. It is set to zeros."""
 
     encoding, verb = "sinusoidal", "embed"
+    pads_rows = True
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
