@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, TimmWrapperConfig, TimmWrapperModel
+from transformers.modeling_outputs import BaseModelOutput
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
@@ -112,6 +113,70 @@ def test_torchs_encoder_with_a_bias_in_its_mask(example):
     model.encoder.use_nested_tensor = True
     with pytest.raises(ValueError, match="enable_nested_tensor=False"):
         model(ids, attention_mask=torch.tensor([[1] * 11, [1] * 7 + [0] * 4]))
+
+
+class TorchStackConfig(PreTrainedConfig):
+    model_type = "torch-stack"
+    hidden_size: int = 32
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 24
+    batch_first: bool = False
+
+
+class TorchStack(PreTrainedModel):
+    """Torch's decoder, whose memory has the embeddings of the same tokens, at the indices `memory` or all of them."""
+
+    config_class = TorchStackConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens, self.position_embeddings = nn.Embedding(61, 32), nn.Embedding(24, 32)
+        layer = nn.TransformerDecoderLayer(32, 4, 48, dropout=0.0, batch_first=config.batch_first)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def forward(self, input_ids, memory=None):
+        content = self.embed_tokens(input_ids)
+        states = content + self.position_embeddings(torch.arange(input_ids.shape[1])[None])
+        states, read = ((each if self.config.batch_first else each.transpose(0, 1)) for each in (states, content))
+        read = read if memory is None else read.index_select(int(self.config.batch_first), memory)
+        states = self.decoder(states, read)
+        return BaseModelOutput(states if self.config.batch_first else states.transpose(0, 1))
+
+
+@pytest.fixture
+def torch_stack(monkeypatch):
+    """A model for each order of torch's axes, with the same weights: tokens first, and batch first."""
+    monkeypatch.setattr(custom, "ROWS", dict(custom.ROWS))
+    hf_posenc.register_attention(nn.MultiheadAttention)
+    return [randomize(TorchStack(TorchStackConfig(batch_first=first))).eval() for first in (False, True)]
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "none"])
+@torch.no_grad()
+def test_torchs_cross_attention_does_not_change(encoding, torch_stack, tmp_path):
+    """The order of the memory doesn't matter, and it can have another length than the tokens."""
+    model, ids = randomize_encoding(hf_posenc.patch(torch_stack[1], encoding)), tokens()
+    memory = torch.randperm(11, generator=torch.Generator().manual_seed(0))
+    assert_close(model(ids, memory)[0], model(ids, torch.arange(11))[0])
+    assert_apart(model(ids, memory[:5])[0], model(ids, memory)[0])
+    model.save_pretrained(tmp_path)
+    assert_equal(type(model).from_pretrained(tmp_path)(ids)[0], model(ids)[0])
+    assert_equal(hf_posenc.unpatch(model)(ids)[0], torch_stack[1](ids)[0])
+
+
+@pytest.mark.parametrize("inject", ["input", "every_layer", "after_attention"])
+@pytest.mark.parametrize("size", [1, 2, 11])
+@torch.no_grad()
+def test_torchs_axis_of_tokens(inject, size, torch_stack):
+    """Vectors are added to tokens, whether their axis comes before that of the batch or behind it."""
+    ids = tokens(size)
+    outputs = [hf_posenc.patch(model, "sinusoidal", inject=inject)(ids)[0] for model in torch_stack]
+    assert outputs[0].shape == (size, 11, 32)
+    assert_close(*outputs)
 
 
 class OneConfig(PreTrainedConfig):

@@ -208,7 +208,8 @@ def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module],
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for path, module in modules.items():
         if _is_attention(module) and custom.reads_tokens(path, module):
-            found[_is_cross_attention(path, module)][path] = module
+            layer = modules.get(path.rpartition(".")[0])
+            found[_is_cross_attention(path, module) or _reads_memory(layer, module)][path] = module
     return found
 
 
@@ -527,6 +528,11 @@ def _may_mix(module: nn.Module) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     return custom.uses_interface(type(module)) or bool(custom.row_of(module))
+
+
+def _reads_memory(layer: nn.Module | None, module: nn.Module) -> bool:
+    """Whether an attention is the cross-attention of torch's decoder layer."""
+    return isinstance(layer, nn.TransformerDecoderLayer) and module is layer.multihead_attn
 
 
 def _is_cross_attention(path: str, module: nn.Module) -> bool:

@@ -112,7 +112,9 @@ def is_causal(module: nn.Module) -> bool:
 
 
 def token_axis(module: nn.Module) -> int:
-    """The token axis of the hidden states that enter the layer of an attention."""
+    """The token axis of the hidden states that enter the layer of an attention. In torch.nn, it can be the first."""
+    if isinstance(module, nn.MultiheadAttention):
+        return 1 if module.batch_first else 0
     row = row_of(module)
     return 1 if row is None else row.token_axis
 
