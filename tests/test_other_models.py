@@ -200,9 +200,10 @@ class OneModel(PreTrainedModel):
     def get_input_embeddings(self):
         return self.embed_tokens
 
-    def forward(self, input_ids, **given):
+    def forward(self, input_ids, shift=0, **given):
         states = self.embed_tokens(input_ids) + self.position_embeddings(torch.arange(input_ids.shape[1])[None])
-        return self.layers[0](states, states, states, **given)
+        others = states + shift if shift else states
+        return self.layers[0](states, others, others, **given)
 
 
 def one_attention(**made):
@@ -231,6 +232,8 @@ def test_torchs_attention(monkeypatch):
     _, model = one_attention(add_bias_kv=True)
     with pytest.raises(ValueError, match="add_bias_kv"):
         model(ids)
+    with pytest.raises(ValueError, match="another input"):
+        one_attention()[1](ids, shift=1)
 
 
 TIMM = {

@@ -176,6 +176,11 @@ class InterceptQK(TorchFunctionMode):
                 f"{type(self.module).__name__} adds a key to those of the tokens, which has no position. Create it without "
                 "add_bias_kv and add_zero_attn."
             )
+        if query is not key and not torch.equal(query, key):
+            raise ValueError(
+                f"{type(self.module).__name__} compares tokens with those of another input, whose positions are unknown. "
+                "Register a subclass that only your self-attention uses."
+            )
         packed: Any = (None,) * 3 if in_proj_weight is None else in_proj_weight.chunk(3)
         weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else packed
         biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)

@@ -22,7 +22,9 @@ from hf_posenc.cli.arguments import (
     Queries,
     Submodel,
     TextColumn,
+    Where,
     given_encoding,
+    given_where,
 )
 from hf_posenc.cli.output import AsJson, Output
 
@@ -50,6 +52,7 @@ def convert(
     option: Options = None,
     layers: Layers = None,
     submodel: Submodel = None,
+    where: Where = None,
     text_column: TextColumn = "text",
     queries: Queries = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Number of distillation steps after the calibration.")] = 0,
@@ -89,6 +92,7 @@ def convert(
     out, original = Output(as_json), Original.load(model)
     some: dict[str, Any] = {} if layers is None else {"layers": parse_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
+    some |= {} if where is None else {"where": given_where(where)}
     chosen = given_encoding(encoding, option or [])
     # Raises an error for too few queries before the calibration.
     stock = _within(original.model, submodel)

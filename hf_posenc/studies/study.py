@@ -280,7 +280,7 @@ def attempt(*arguments: Any) -> Record | str:
     try:
         return run(*arguments)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:300]
+        return tasks.described(error)[:300]
 
 
 def failures(failed: Mapping[str, str]) -> list[str]:

@@ -309,9 +309,13 @@ def _called(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # any error of the user's code
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{line.filename}, line {line.lineno}"
-        raise ValueError(f"{where}: {type(error).__name__}: {error} ({place}).") from error
+        raise ValueError(f"{where}: {described(error)}.") from error
+
+
+def described(error: Exception) -> str:
+    """An error in one line, with the place in the code."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
 
 
 def _trial_scores(task: Task, labels: Tensor) -> list[Tensor]:
