@@ -137,6 +137,7 @@ def test_encodings_of_attention_without_positions_are_seen(monkeypatch, kind):
     assert check_support.judge(kind).checks["order gone"] == checks.FAILED
 
 
+@pytest.mark.slow
 def test_a_submodel_is_checked_if_the_inputs_of_the_whole_model_are_unknown(monkeypatch):
     """The checks call only the submodel, and fail if its positions remain or if an encoding does nothing."""
     model = tiny.build("sam")

@@ -319,6 +319,7 @@ def test_loads_without_the_package(name, encoding, tmp_path):
     run_python(RELOAD, kind, tmp_path / "model", tmp_path / "expected.pt")
 
 
+@pytest.mark.slow
 def test_sentences(minilm, tmp_path):
     """The real MiniLM with shared biases is an MPNet, whose tokenizer returns no token types."""
     model = hf_posenc.patch(SentenceTransformer(minilm), "t5", max_length=700)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "README.md": 700,
+    "README.md": 715,
     "CONTRIBUTING.md": 830,
     "CHANGELOG.md": 400,
     "scripts/README.md": 500,
@@ -48,7 +48,7 @@ LIMITS = {
     "docs/contributing/architectures.md": 450,
 }
 """Maximum number of words (`wc -w`) of each page."""
-TOTAL = 21_350
+TOTAL = 21_380
 BANNED = (
     *(
         "hosts?",
