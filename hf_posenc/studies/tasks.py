@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+import hf_posenc
 from hf_posenc.encodings import did_you_mean
 from hf_posenc.studies import versions
 
@@ -313,8 +314,10 @@ def _called(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def described(error: Exception) -> str:
-    """An error in one line, with the place in the code."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
+    """An error in one line, with the place in the user's code, if there is any in the traceback."""
+    lines = traceback.extract_tb(error.__traceback__)
+    libraries = str(Path(hf_posenc.__file__).parent), "site-packages"
+    line = next((each for each in reversed(lines) if not any(name in each.filename for name in libraries)), lines[-1])
     return f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
 
 
