@@ -1,4 +1,4 @@
-"""Biases by token distance in a module of their own, beside biases by the boxes of tokens: UDOP."""
+"""Biases by token distance in a module of their own, in addition to biases by the boxes of tokens: UDOP."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
