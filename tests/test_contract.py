@@ -31,8 +31,8 @@ from models import (
 
 WAYS = ("sinusoidal", "rope", "alibi", "shaw", "relative")
 ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDIO_HOSTS][2:]}
-ALIKE |= {"xlm-roberta", "camembert", "data2vec-text", "ernie"}
-"""Models that are built like another model in these lists, in the last line like RoBERTa and BERT."""
+ALIKE |= {"xlm-roberta", "camembert", "data2vec-text", "ernie", "rembert", "nllb-moe", "blenderbot"}
+"""Models that are built like another model in these lists, in the last line like RoBERTa, BERT, M2M-100, and BART."""
 
 
 def chosen():

@@ -10,7 +10,7 @@ from checks.registry import check
 from closeness import assert_close, assert_equal
 
 
-@check(where=lambda it: it.name != "llama4")  # its original model also fails
+@check(few=True, where=lambda it: it.name != "llama4")  # its original model also fails
 @torch.no_grad()
 def offloaded_weights_change_nothing(it):
     expected = it.plain(it.model)
