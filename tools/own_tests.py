@@ -57,7 +57,7 @@ class Result:
     """The result of a family's tests with an encoding.
 
     passed, skipped: numbers of tests. failed: test -> the last line of its error, without those that also fail with the
-    original classes, of which `also_original` is the number. unsupported: why no class was derived.
+    original classes, of which `also_original` is the number. unsupported: why no test passed.
     """
 
     family: str
@@ -171,6 +171,8 @@ def tested(checkout: Path, family: str, encoding: str, seconds: int) -> Result:
     except (ValueError, subprocess.TimeoutExpired) as error:
         return Result(family, encoding, unsupported=str(error)[:300])
     failed = {name: why for name, why in found.items() if why not in ("", "skipped")}
+    if "" not in found.values():  # such as tests that can't be imported
+        return Result(family, encoding, unsupported=next(iter(failed.values()), "no test ran"))
     original = {}
     if failed:
         original = outcomes(checkout, family, None, [name.partition(".")[2].partition("[")[0] for name in failed], seconds)
