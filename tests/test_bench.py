@@ -14,7 +14,21 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from benchmarks import attention, bench, comparing, grid, measuring, report, results, scale, subjects, targets, timing, v4
+from benchmarks import (
+    against,
+    attention,
+    bench,
+    comparing,
+    grid,
+    measuring,
+    report,
+    results,
+    scale,
+    subjects,
+    targets,
+    timing,
+    v4,
+)
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
@@ -525,3 +539,19 @@ def test_the_page_and_the_text_show_the_results():
         assert (KEPT / f"bench{bench.SUFFIX[device]}.txt").read_text() == report.text(found)
     shown = PAGE.read_text().partition(report.MARKERS[0])[2].partition(report.MARKERS[1])[0]
     assert shown.strip() == report.both(by_device).strip()
+
+
+def test_changes_since_another_commit():
+    """A subject is slower or faster if the intervals don't overlap. Subjects of one commit only aren't compared."""
+
+    def groups(**ratios):
+        return {"forward": {"subjects": {name: {"ratios": {"stock": ratio}} for name, ratio in ratios.items()}}}
+
+    before = groups(alibi=(1.0, 0.98, 1.02), rope=(0.9, 0.88, 0.92), t5=(0.9, 0.88, 0.92), shaw=(1.0, 1.0, 1.0))
+    now = groups(alibi=(0.9, 0.88, 0.97), rope=(1.0, 0.93, 1.02), t5=(0.91, 0.9, 0.93), fire=(1.0, 1.0, 1.0))
+    found = [*against.changes(before, now)]
+    assert {each.subject: each.sign for each in found} == {"alibi": -1, "rope": 1, "t5": 0}
+    lines = against.report("HEAD~1", found).splitlines()
+    assert "1 slower" in lines and "1 faster" in lines and lines[-1] == "1 with overlapping intervals"
+    with pytest.raises(ValueError, match="--against no-such-commit"):
+        against.compare("no-such-commit", [])
