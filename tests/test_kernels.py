@@ -729,7 +729,7 @@ class Largest(TorchDispatchMode):
     [("bert", "t5", True), ("bert", "relative_key_query", True), ("llama", "alibi", False), ("llama", "shaw", False)],
 )
 def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
-    length = 1024
+    length = 2048
     model = patched(host, encoding)
     heads = model.config.num_attention_heads
     with torch.set_grad_enabled(train):

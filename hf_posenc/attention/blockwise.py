@@ -18,10 +18,14 @@ from torch import Tensor
 
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
 
-FORWARD_QUERIES = 128
-"""The maximum number of queries in a block of the forward pass, which processes all heads together."""
+FORWARD_QUERIES, FEWEST_QUERIES = 1024, 192
+"""The maximum and minimum numbers of queries in a block of the forward pass. SDPA is slower with fewer than 768, and than 192."""
 FORWARD_ELEMENTS = 2**22
-"""The approximate maximum number of elements in the bias of such a block. Blocks have fewer queries to stay below it."""
+"""The approximate maximum number of elements in the bias of one head. Blocks have fewer queries to stay below it."""
+THREAD_ELEMENTS = 2**20
+"""The number of elements in the bias of a block for each thread, which processes as many heads as fit, but at least one."""
+KEYS_IN_TILE = 128
+"""The number of keys whose products with vectors are computed together. Products of other distances are wasted."""
 BACKWARD_QUERIES = 256
 """The number of queries in a block of the backward pass, which processes one head at a time.
 
@@ -70,6 +74,20 @@ def attention(
     return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
 
 
+class Buffers:
+    """Memory that all blocks of a pass share, because allocating a new one costs as much as filling it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.known = like, dict[str, Tensor]()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor with undefined contents, valid until the next call with this name."""
+        size = math.prod(shape)
+        if name not in self.known or len(self.known[name]) < size:
+            self.known[name] = self.like.new_empty(size)
+        return self.known[name][:size].view(shape)
+
+
 class _Attention(torch.autograd.Function):
     """The same attention, with keys and values already in reverse order."""
 
@@ -93,17 +111,16 @@ class _Attention(torch.autograd.Function):
                 its_value = value[part.row, part.head, part.within]
                 output[part.row, part.head, part.block] = part.left.to(value.dtype) @ its_value
             return output.mul_(settings.factor)
-        alone = for_queries is None and for_keys is None
-        size = max(16, min(FORWARD_QUERIES, FORWARD_ELEMENTS // (batch * heads * keys)))
-        size = queries if alone and not seen.is_causal else min(size, queries)
-        # All blocks share one buffer, because allocating a new one costs as much as filling it.
-        room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
-        for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
-            its_query, its_key = query[rows, :, block], key[rows, :, within]
-            bias = _bias(columns, its_query, its_key, block.start + within.start, scaling, room)
-            output[rows, :, block] = F.scaled_dot_product_attention(
-                its_query, its_key, value[rows, :, within], attn_mask=bias, scale=scaling
-            )
+        alone, buffers = for_queries is None and for_keys is None, Buffers(query)
+        size = max(FEWEST_QUERIES, min(FORWARD_QUERIES, FORWARD_ELEMENTS // keys))
+        for rows, block, within in seen.blocks(queries, keys, queries if alone and not seen.is_causal else size, columns.apart):
+            r, n = block.stop - block.start, within.stop - within.start
+            for those, these in _groups(rows, heads, 0 if alone else r * (r + n - 1)):
+                its_query, its_key = query[those, these, block], key[those, these, within]
+                bias = _bias(columns.of_heads(these), its_query, its_key, block.start + within.start, scaling, buffers)
+                output[those, these, block] = F.scaled_dot_product_attention(
+                    its_query, its_key, value[those, these, within], attn_mask=bias, scale=scaling
+                )
         return output
 
     @staticmethod
@@ -157,17 +174,15 @@ def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Setting
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator("cpu").manual_seed(settings.seed)
     blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES, columns.apart)]
-    size = min(BACKWARD_QUERIES, queries)
-    room = query.new_empty(size * (size + keys - 1))
+    buffers = Buffers(query)
     for row, head in ((row, head) for row in range(batch) for head in range(heads)):
-        its_values, its_vectors, its_key_vectors, reach = (_of_head(each, head) for each in (*columns.tensors, columns.reach))
-        own = DistanceTable(its_values, its_vectors, its_key_vectors, columns.head, columns.tail, reach)
+        own = columns.of_heads(slice(head, head + 1))
         for rows, block, within in blocks:
             if not rows.start <= row < rows.stop:
                 continue
             its_query, its_key = query[row, head, block], key[row, head, within]
             start = block.start + within.start
-            bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
+            bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
             scores = _scores(bias, its_query, its_key, settings.scaling, exact)
             weights = scores.softmax(-1)
             if weights[:, 0].isnan().any():  # For padding queries, a bias of -inf can hide all keys.
@@ -185,23 +200,43 @@ def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor
     return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - DROPOUT_LEVELS // 2
 
 
-def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
-    """The bias `[1 or B, H, r, n]` of a block whose first query and last key have column `start`, as a view or in `room`."""
+def _groups(rows: slice, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
+    """Groups of batch rows and heads that are processed together, each with a bias of this many elements."""
+    most = max(1, THREAD_ELEMENTS * torch.get_num_threads() // elements) if elements else heads * (rows.stop - rows.start)
+    step = max(1, most // heads)
+    for first in range(rows.start, rows.stop, step):
+        for head in range(0, heads, most):
+            yield slice(first, min(first + step, rows.stop)), slice(head, min(head + most, heads))
+
+
+def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, buffers: Buffers) -> Tensor:
+    """The bias `[1 or B, H, r, n]` of a block whose first query and last key have column `start`, as a view or in a buffer."""
     queries, keys = query.shape[-2], key.shape[-2]
     width = queries + keys - 1
     if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
         return columns.window(start, queries, keys)
     shape = (*query.shape[:-1], width)
-    own = room[: math.prod(shape)].view(shape)
-    if columns.for_queries is None:
-        own.zero_()
-    else:
-        _multiply(query, columns.for_queries, start, columns, out=own)
+    own = buffers.take("bias", shape)
     bias = toeplitz_view(own, keys)
     if columns.for_keys is not None:
         for tile, vectors in _tiles(columns.for_keys, start, queries, keys):
-            bias[..., tile] += toeplitz_view((key[..., tile, :] @ vectors.mT).contiguous(), queries).mT
-    own *= scaling
+            its_key = key[..., tile, :]
+            products = buffers.take("products", (*its_key.shape[:-1], vectors.shape[-2]))
+            _multiply(its_key, vectors, scaling, out=products)
+            bias[..., tile] = toeplitz_view(products, queries).mT  # Copied, because adding a transposed tensor is slow.
+    if columns.for_queries is not None:
+        # The products with equal vectors at the ends are computed once.
+        first, last = _ends(columns, start, width)
+        first, last = max(first - 1, 0), min(last + 1, width)
+        alone = columns.for_keys is None
+        products = own[..., first:last] if alone else buffers.take("products", (*shape[:-1], last - first))
+        _multiply(query, columns.for_queries[:, start + first : start + last], scaling, out=products)
+        if alone:
+            own[..., :first], own[..., last:] = products[..., :1], products[..., -1:]
+        else:
+            own[..., first:last] += products
+            own[..., :first] += products[..., :1]
+            own[..., last:] += products[..., -1:]
     if columns.values is not None:
         own += columns.values[:, None, start : start + width]
     return bias
@@ -214,21 +249,24 @@ def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
     return first, min(max(columns.for_queries.shape[-2] - columns.tail - start, first), width)
 
 
-def _multiply(query: Tensor, vectors: Tensor, start: int, columns: DistanceTable, out: Tensor) -> None:
-    """Write the products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`.
-
-    The products with equal vectors are computed once.
+def _multiply(states: Tensor, vectors: Tensor, scaling: float, out: Tensor) -> None:
+    """Write the scaled products of states `[B, H, L, E]` and vectors `[1 or H, N, E]` to `out` `[B, H, L, N]`, a view of
+    contiguous rows, without a copy.
     """
-    first, last = _ends(columns, start, out.shape[-1])
-    out[..., :first] = query @ vectors[..., :1, :].mT
-    out[..., first:last] = query @ vectors[..., start + first : start + last, :].mT
-    out[..., last:] = query @ vectors[..., -1:, :].mT
+    if len(vectors) == 1:
+        pairs = [(states.reshape(-1, states.shape[-1]), vectors[0], out.view(-1, out.shape[-1]))]
+    else:  # One head at a time is faster than a batched product, whose results exceed a core's cache.
+        pairs = [
+            (*each, part) for row, its in zip(states, out, strict=True) for *each, part in zip(row, vectors, its, strict=True)
+        ]
+    for rows, its_vectors, part in pairs:
+        torch.addmm(part, rows, its_vectors.mT, beta=0, alpha=scaling, out=part)
 
 
 def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tuple[slice, Tensor]]:
-    """Tiles of a block's keys, each with as many keys as the block has queries, and the vectors for each tile."""
-    for first in range(0, keys, queries):
-        count = min(queries, keys - first)
+    """Tiles of a block's keys, and the vectors for each tile."""
+    for first in range(0, keys, KEYS_IN_TILE):
+        count = min(KEYS_IN_TILE, keys - first)
         yield slice(first, first + count), vectors[..., start + first : start + first + count + queries - 1, :]
 
 

@@ -72,6 +72,13 @@ class DistanceTable:
         queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
         return replace(self, for_queries=queries, for_keys=keys)
 
+    def of_heads(self, heads: slice) -> "DistanceTable":
+        """The terms of some heads, as views. All heads may share one."""
+        values, queries, keys, reach = (
+            each if each is None or len(each) == 1 else each[heads] for each in (*self.tensors, self.reach)
+        )
+        return DistanceTable(values, queries, keys, self.head, self.tail, reach)
+
     @property
     def needs_gradients(self) -> bool:
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
