@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_posenc import _compat
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
 
 FORWARD_QUERIES, FEWEST_QUERIES = 1024, 192
@@ -71,7 +72,9 @@ def attention(
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
-    return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
+    inputs = query, key.flip(2), value.flip(2), *columns.tensors
+    attend = _Attention.apply if _compat.records_operations(*inputs) else _Attention.forward
+    return attend(*inputs, settings)
 
 
 class Buffers:
