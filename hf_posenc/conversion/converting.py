@@ -20,7 +20,7 @@ from hf_posenc.architectures.contributions import contributions
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.exporting import to_stock
-from hf_posenc.conversion.patching import patch, refuse, refuse_patched
+from hf_posenc.conversion.patching import patch, patched_submodel, refuse, refuse_patched
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
@@ -98,7 +98,7 @@ def convert(
         change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
-    refuse_patched(model, "convert")
+    refuse_patched(model, "convert", options.get("submodel"))
     for name, value in {"calibration_texts": calibration_texts, "calibration_length": calibration_length}.items():
         if type(value) is not int and (value is not None or name == "calibration_texts") or (type(value) is int and value < 1):
             allowed = "" if name == "calibration_texts" else ", or None"
@@ -112,7 +112,8 @@ def convert(
         options = _with_own_layers(encoding, options, not exportable)
         patched: Any = patch(model, encoding, max_length=max_length, **options)
         by_range = not exportable or _has_learned_positions(_exported(patched))
-        return _converted(model, patched, texts, tokenizer, by_range, (calibration_texts, calibration_length))
+        amount = calibration_texts, calibration_length
+        return _converted(model, patched, texts, tokenizer, by_range, amount, options.get("submodel"))
 
 
 def _exported(patched: Any) -> Any:
@@ -129,12 +130,20 @@ def _has_learned_positions(model: Any) -> bool:
     return any(each.learned_table for found in detection.find_all(model).values() for each in found.components)
 
 
-def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: bool, amount: tuple[int, int | None]) -> Any:
-    """Calibrate a patched model against the original.
+def _converted(
+    model: Any,
+    patched: Any,
+    texts: Any,
+    tokenizer: Any,
+    by_range: bool,
+    amount: tuple[int, int | None],
+    submodel: str | None,
+) -> Any:
+    """Calibrate a patched model, or one of its submodels, against the original.
 
     by_range: whether ranges of positions get separate vectors. amount: the number of texts and their length.
     """
-    spec = patched.config.position_spec
+    spec = patched_submodel(patched, submodel)
     if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
             f"{spec.type!r} only adds vectors to the inputs, but calibration fits biases in attention. Use an encoding with a "
@@ -151,7 +160,9 @@ def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: b
     report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range else 1)
     # Submodels can have their own configs, and the stacks of T5 have copies.
     for part in (patched, *(each for each in pairs[0].patched.modules() if isinstance(each, PosEncModelMixin))):
-        specs.write(part.config, replace(part.config.position_spec, calibration=report))
+        whole = part.config.position_spec
+        own = whole.by_submodel.get(spec.submodel, whole)
+        specs.write(part.config, whole.changed(replace(own, calibration=report)))
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched
@@ -193,7 +204,7 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
             remedy="Choose 'encoder', 'decoder', or both, or patch the model and train it.",
         )
     if spec.submodel is not None:
-        original, patched = (detection.submodel(model, spec.submodel) for model in (original, patched))
+        original, patched = (structure.part(model, spec.submodel) for model in (original, patched))
     stacks = detection.find_all(original, spec.where)
     pairs = [_Pair(found, patched.get_submodule(path), original, patched) for path, found in stacks.items()]
     pairs.sort(key=lambda pair: pair.found.role != "encoder")

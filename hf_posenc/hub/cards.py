@@ -204,7 +204,8 @@ def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -
         lines.append(f"- applied in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
     spec = getattr(model.config, "position_spec", None)
     if spec is not None and spec.submodel:
-        lines.append(f"- only in the submodel `{spec.submodel}`")
+        parts = ", ".join(f"`{path}` (`{each.type}`)" for path, each in spec.by_submodel.items())
+        lines.append(f"- only in the submodel `{spec.submodel}`" if len(spec.by_submodel) == 1 else f"- submodels: {parts}")
     lines.append("- maximum length: " + ("no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"))
     lines += [f"- ignored: {note}" for note in report.ignored]
     if found := report.calibration:
