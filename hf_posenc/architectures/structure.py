@@ -140,6 +140,12 @@ class Structure:
         """The original model's maximum length in tokens. None for no limit."""
         return _least(component.usable_length(self.stack.config) for component in self.components)
 
+    @property
+    def length_if_disabled(self) -> int | None:
+        """The maximum length in tokens with another encoding. None for no limit, or if the stack doesn't read token IDs."""
+        lengths = [component.length_if_disabled(self.stack.config) for component in self.components]
+        return _least(lengths) if self.tokens is not None else None
+
     @functools.cached_property
     def trained_length(self) -> int | None:
         """The length in tokens that the original model's positions were trained for. None if unknown.

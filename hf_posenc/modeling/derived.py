@@ -474,6 +474,13 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     """Install an encoding in one stack, with the modules that calibration and `unpatch` need."""
     own, across, geometry = acting_in(found, spec)
+    limit = found.length_if_disabled
+    if limit is not None and (geometry.max_length or 0) > limit:
+        raise ValueError(
+            f"max_length={geometry.max_length} is above {limit}, the number of rows of a registered tensor of "
+            f"{type(found.stack).original_class.__name__}, which still adds zeros of that shape. Pass at most {limit}. Or "
+            "compute the number of rows from config.max_position_embeddings. The model was not changed."
+        )
     if own is not None:
         install(found, own, geometry)
     if across is not None:

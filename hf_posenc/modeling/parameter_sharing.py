@@ -126,7 +126,7 @@ def _fitted(model: Any, spec: PositionSpec, keep_original: bool) -> tuple[dict[s
     if spec.max_length is None:
         acting = [(found, spec.encoding_for(found.role) if spec.where else spec) for found in stacks]
         sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
-        lengths = {found.usable_length for found in sized}
+        lengths = {found.usable_length for found in sized} | {found.length_if_disabled for found, own in acting if own} - {None}
         # Stacks with different lengths keep separate lengths.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
