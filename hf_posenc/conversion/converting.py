@@ -156,6 +156,8 @@ def _converted(
     for pair in pairs:
         for batch in filter(None, (chosen, held_out)):
             check_ids(batch["input_ids"], pair.found.stack.get_input_embeddings(), "texts")
+        if pair.reads_an_encoder:
+            _check_start(pair, chosen["input_ids"])
         _check_coverage(pair.stack, chosen)
     report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range else 1)
     # Submodels can have their own configs, and the stacks of T5 have copies.
@@ -227,11 +229,26 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
     return pairs
 
 
+def _start(config: Any, ids: Tensor) -> tuple[str, int]:
+    """The first token of a decoder, and the field of its config with it. Without such a field, it is that of the texts."""
+    found = ((name, getattr(config, name, None)) for name in FIRST)
+    return next(((name, start) for name, start in found if start is not None), ("", int(ids[0, 0])))
+
+
+def _check_start(pair: _Pair, ids: Tensor) -> None:
+    """Raises ValueError if the first token of a decoder is outside of its vocabulary."""
+    (name, start), vocabulary = _start(pair.original.config, ids), len(pair.found.stack.get_input_embeddings().weight)
+    if not 0 <= start < vocabulary:
+        raise ValueError(
+            f"config.{name}={start} isn't a token of the decoder, whose vocabulary has the IDs 0 to {vocabulary - 1}. Set it "
+            "to the token with which the decoder was trained to start. The model was not changed."
+        )
+
+
 def _for_decoder(model: Any, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of the decoder of an encoder-decoder for texts that both read. The decoder reads them shifted by one token."""
     ids, mask = texts["input_ids"], texts.get("attention_mask")
-    starts = (getattr(model.config, name, None) for name in FIRST)
-    start = next((each for each in starts if each is not None), int(ids[0, 0]))
+    _, start = _start(model.config, ids)
     inputs = {"input_ids": torch.cat([ids.new_full((len(ids), 1), start), ids[:, :-1]], dim=1)}
     inputs["encoder_hidden_states"] = calibration.states(model.get_encoder(), texts)
     return inputs if mask is None else {**inputs, "attention_mask": mask, "encoder_attention_mask": mask}
@@ -344,7 +361,14 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
 def _calibrated(pairs: Sequence[_Pair], batch: dict[str, Tensor], held_out: dict[str, Tensor], ranges: int) -> Calibration:
     """Calibrate stacks one after another. The agreement is that of the last one, which includes those before."""
     measured, last, divergences = held_out or batch, pairs[-1], list[tuple[float, float]]()
-    states = calibration.states(last.found.stack, last.of_original(measured))
+    try:
+        states = calibration.states(last.found.stack, last.of_original(measured))
+    except (ValueError, TypeError) as error:  # UDOP and BROS need the bounding boxes of tokens.
+        raise UnsupportedModelError(
+            f"calibration passes only token IDs and a mask, with which {type(last.original).__name__} raises {str(error)!r}",
+            reason="inputs other than tokens",
+            remedy="Patch the model, then train it.",
+        ) from error
     for pair in pairs:
         # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
         _install_offsets(pair.stack, contributions(pair.found, ranges))
