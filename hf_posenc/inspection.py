@@ -56,7 +56,8 @@ class Report:
     windows: the windows in which longer inputs are read. None if there are none.
     places: "encoder", "decoder", or "cross" -> its encoding, if these differ. Empty otherwise.
     calibrated: path of a stack -> number of its attentions in the `calibration`, if there are several stacks.
-    submodels: path -> report on each patched submodel, if there are several. The fields above are those of the first.
+    submodels: path -> report on each patched submodel, if there are several. The fields above are those of the first, except
+        `can_unpatch`.
     """
 
     model_class: str
@@ -193,7 +194,8 @@ def _report(model: PreTrainedModel) -> Report:
             )
             for _, own in parts
         }
-        return replace(next(iter(reports.values())), submodels=reports)
+        can_unpatch = all(each.can_unpatch for each in reports.values())
+        return replace(next(iter(reports.values())), submodels=reports, can_unpatch=can_unpatch)
     return _patched_report(model, stacks)
 
 

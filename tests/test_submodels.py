@@ -154,7 +154,9 @@ def test_what_is_saved(name, folders, tmp_path):
         assert report.submodels[path].encoding == encoding == hf_posenc.inspect(model, submodel=path).encoding
         assert all(each.startswith(path) for paths in report.submodels[path].locations.values() for each in paths)
         assert f"{path} " in f"{report} ".replace("\n", " ") and encoding in str(report)
-        assert f"`{path}` (`{encoding}`)" in model_card(model, "me/model")
+        card = model_card(model, "me/model")
+        assert f"- submodel `{path}` (`{encoding}`)" in card and f"` in `{path}." in card
+        assert all(f"position encoding `{part}`" in card and f"- {part}\n" in card for part in encoding.split("+"))
 
 
 def test_from_a_config(folders):
@@ -270,6 +272,16 @@ def test_convert_one_of_them(tmp_path):
         assert new.config.position_spec.by_submodel["vision_model"].calibration is None
         assert hf_posenc.inspect(new).calibration == hf_posenc.inspect(alone).calibration
         assert_equal(embeddings(hf_posenc.unpatch(new), "CLIP"), embeddings(model, "CLIP"))
+
+
+def test_one_without_its_original_positions():
+    both = hf_posenc.patch(apply(original("CLIP"), "CLIP", "vision_model"), "alibi", submodel="text_model", keep_original=False)
+    report = hf_posenc.inspect(both)
+    assert not report.can_unpatch and [each.can_unpatch for each in report.submodels.values()] == [False, True]
+    with pytest.raises(ValueError, match="not kept"):
+        hf_posenc.unpatch(both)
+    left = hf_posenc.unpatch(both, submodel="vision_model")
+    assert [*left.config.position_spec.by_submodel] == ["text_model"]
 
 
 def test_train_and_push(tmp_path):

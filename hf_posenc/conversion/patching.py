@@ -130,7 +130,10 @@ def patched_submodel(model: Any, submodel: str | None) -> PositionSpec:
     if submodel not in known and (submodel is not None or len(known) > 1):
         paths = [path for path in known if path is not None]
         remedy = f"Pass one of {quoted(paths)}." if paths else "Omit submodel, because the whole model is patched."
-        raise ValueError(f"submodel={short_repr(submodel)} isn't a patched submodel of this {type(model).__name__}. {remedy}")
+        what = f"submodel={short_repr(submodel)} isn't a patched submodel of this {type(model).__name__}."
+        if submodel is None:
+            what = f"Several submodels of this {type(model).__name__} are patched, and submodel is missing."
+        raise ValueError(f"{what} {remedy} The model was not changed.")
     return known[submodel] if submodel in known else next(iter(known.values()))
 
 
