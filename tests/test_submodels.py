@@ -188,6 +188,13 @@ def test_loading_an_original_checkpoint(tmp_path):
 def test_loads_without_the_package(tmp_path):
     chosen = ("CLIP", "Siglip", "Clap")
     models = {name: (randomize_encoding(apply(original(name), name, *TWO[name][1])), inputs_of(name)) for name in chosen}
+    # The code that these need in addition is that of the second submodel in the alphabet.
+    model = hf_posenc.patch(original("Clap"), "alibi", submodel="audio_model")
+    texts = [{"input_ids": tokens(batch=8, length=24).clamp(min=4)}]
+    converted = hf_posenc.convert(model, "relative", submodel="text_model", max_distance=4, texts=texts)
+    longer = hf_posenc.patch(model, "alibi", submodel="text_model", max_length=24)
+    longer = hf_posenc.extend(longer, 60, "windows", submodel="text_model")
+    models |= {"ClapConverted": (converted, inputs_of("Clap")), "ClapWindows": (longer, inputs_of("Clap"))}
     assert_equal_everywhere(seen_without_the_package(tmp_path, models))
 
 
@@ -249,6 +256,11 @@ def test_extend_one_of_them():
     )
     assert new.config.to_dict() == other.config.to_dict()
     assert_equal(new(**longer).text_embeds, other(**longer).text_embeds)
+    learned = hf_posenc.patch(apply(model, "CLIP", "vision_model"), "learned", submodel="text_model")
+    with pytest.raises(ValueError, match="'learned' encoding is limited"):
+        hf_posenc.extend(learned, 248, submodel="text_model")
+    with torch.no_grad():
+        assert hf_posenc.extend(learned, 248, "cubic", submodel="text_model")(**longer).text_embeds.isfinite().all()
     one = hf_posenc.patch(model, "alibi", submodel="text_model", max_length=24)
     assert hf_posenc.extend(one, 30, submodel="text_model").config.to_dict() == hf_posenc.extend(one, 30).config.to_dict()
 

@@ -156,7 +156,7 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
     asked = _asked([(kind, options)], geometry, config.max_length, max_length, method, settings)
     config.max_length = max_length
     config.position_encoding = {"type": kind, **(_longer(kind, options, asked, geometry) or options)}
-    return _rebuilt(layer, config, asked)
+    return _rebuilt(layer, config, asked, kind)
 
 
 def _extended_model(
@@ -182,7 +182,7 @@ def _extended_model(
         host = spec.original.rows if spec.original else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
         config.check_size()
-    return _rebuilt(model, config, asked)
+    return _rebuilt(model, config, asked, spec.type)
 
 
 def _in_windows(model: Any, spec: specs.PositionSpec, max_length: int, method: str | None, settings: dict[str, Any]) -> Any:
@@ -203,7 +203,7 @@ def _in_windows(model: Any, spec: specs.PositionSpec, max_length: int, method: s
         before = before if windows is None else windows.window
         windows = specs.Windows.parse(Extension(method, before, max_length, settings).windows())
     specs.write(config, specs.read(config).changed(replace(spec, max_length=max_length, windows=windows)))
-    return _rebuilt(model, config, None)
+    return _rebuilt(model, config, None, spec.type)
 
 
 def _asked(
@@ -273,14 +273,16 @@ def _longer_spec(spec: specs.PositionSpec, asked: Extension | None, geometry: Ge
     return spec if options is None else replace(spec, options=options)
 
 
-def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
-    """A new model with this config. It shares all parameters and buffers with `model`, except those whose size has changed.
+def _rebuilt(model: Any, config: Any, asked: Extension | None, kind: str) -> Any:
+    """A new model with this config, in which the encoding `kind` is extended.
+
+    It shares all parameters and buffers with `model`, except those whose size has changed.
 
     Raises ValueError if an encoding doesn't define the new values of those.
     """
     twin = build_on_meta(type(model), config, like=model)
     if asked is None and _sizes(twin) != _sizes(model):
-        raise _made_for_its_length(config.position_encoding["type"])
+        raise _made_for_its_length(kind)
     share_parameters(model, twin)
     ours, theirs = encodings_in(twin), encodings_in(model)
     shared = dict[int, torch.Tensor]()  # by ID, because layers can share tensors
@@ -297,7 +299,7 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
             module.load_from_shorter(other, asked)
         shared |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}
     if any(parameter.is_meta for module in ours.values() for parameter in module.parameters()):
-        raise _made_for_its_length(config.position_encoding["type"])
+        raise _made_for_its_length(kind)
     with marked_as_loaded(shared.values()):
         initialize_missing(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
