@@ -5,9 +5,10 @@ The JSON form is a dict with the encoding's canonical type, its options, and its
 """
 
 import copy
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
@@ -30,7 +31,7 @@ INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, the input of each layer, or the output of each attention block."""
 WHERE = ("encoder", "decoder", "cross")
 """Where an encoding applies in an encoder-decoder model: in the self-attention of either stack, or in cross-attention."""
-PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where", "windows")
+PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "submodels", "where", "windows")
 """The keys of `position_encoding` that aren't options of an encoding. `layers` is next to the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config with its parsed `position_encoding`. It isn't saved."""
@@ -99,6 +100,7 @@ class StackPlan:
     windows: whether attentions see windows of the image. patch_projection: path of the convolution that computes the patches.
     flattens_ids: whether IDs with more dimensions than `[B, L]` are flattened to one text per row.
     settings: name and value of config fields with which the code may choose other positions (Falcon's `alibi`).
+    submodel: path of the submodel with the stack, if several submodels are patched.
     """
 
     stack: str
@@ -116,6 +118,7 @@ class StackPlan:
     patch_projection: str | None = None
     flattens_ids: bool = False
     settings: tuple[tuple[str, bool | str | None], ...] = ()
+    submodel: str | None = None
 
     @classmethod
     def parse(cls, given: Any) -> "StackPlan":
@@ -141,8 +144,8 @@ class StackPlan:
         return self.attentions, self.cross_attentions, self.order_sensitive
 
 
-def plans_of(config: Any) -> tuple[StackPlan, ...]:
-    """The plans of a config. A config created from scratch or saved by version 0.1 has none.
+def plans_of(config: Any, submodel: str | None = None) -> tuple[StackPlan, ...]:
+    """The plans of a config, or of one of its submodels. A config created from scratch or saved by version 0.1 has none.
 
     Raises ValueError for malformed plans.
     """
@@ -150,7 +153,14 @@ def plans_of(config: Any) -> tuple[StackPlan, ...]:
     if given is not None and not isinstance(given, list):
         raise ValueError(f"position_plan={short_repr(given)} isn't valid. It must be a list, as written by patch, or None.")
     refuse_oversized(given)
-    return tuple(map(StackPlan.parse, given or ()))
+    plans = map(StackPlan.parse, given or ())
+    return tuple(plan for plan in plans if submodel is None or plan.submodel in (None, submodel))
+
+
+def write_plans(config: Any, plans: Mapping[str | None, Iterable[StackPlan]]) -> None:
+    """Set a config's plans, which are given by submodel. Their submodel is written only if there are several."""
+    placed = [replace(plan, submodel=path if len(plans) > 1 else None) for path, each in plans.items() for plan in each]
+    setattr(config, PLAN, [plan.to_dict() for plan in placed])
 
 
 @dataclass(frozen=True)
@@ -303,6 +313,7 @@ class PositionSpec:
         Other places keep the original positions.
     others: the other encodings, or this one with other options, by the place in WHERE where they apply instead.
     windows: the windows in which encoders read longer inputs. None: inputs are read in one forward pass.
+    submodels: the encodings of other submodels of a composite model, by path. `submodel` is the first path in the alphabet.
     """
 
     type: str
@@ -316,6 +327,7 @@ class PositionSpec:
     where: tuple[str, ...] = ()
     others: Mapping[str, "PositionSpec"] = field(default_factory=dict)
     windows: Windows | None = None
+    submodels: Mapping[str, "PositionSpec"] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, given: Any, in_code: bool = False) -> "PositionSpec":
@@ -347,14 +359,14 @@ class PositionSpec:
             where=tuple(name for name in WHERE if name in where),
             windows=Windows.parse(placement.get("windows")),
         )
-        spec = replace(spec, others={name: spec._other(name, value, in_code) for name, value in where.items() if value})
+        spec = replace(spec, others={name: spec._other(name, where[name], in_code) for name in spec.where if where[name]})
         if spec.type not in (each.type for each in spec.all_encodings):
             raise ValueError(
                 f"{spec.type!r} applies nowhere, because where={short_repr(placement['where'])} sets other encodings for all "
                 "places. Keep it in one place, where={'encoder': {}, …}, or use one of the other encodings instead of it."
             )
         spec._check_placement()
-        return spec
+        return spec._with_submodels(placement.get("submodels", {}), in_code)
 
     def _other(self, name: str, given: Any, in_code: bool) -> "PositionSpec":
         """The encoding of a place in WHERE, from a name, a dict with "type", or other options for this encoding."""
@@ -369,6 +381,41 @@ class PositionSpec:
         if "type" not in given:
             given = {"type": self.type, **overridden(self.encoding, options_of(self._written()), given)}
         return PositionSpec.parse(given, in_code)
+
+    def _with_submodels(self, given: Any, in_code: bool) -> "PositionSpec":
+        """This spec with those of other submodels, from their `position_encoding` by path."""
+        if not given:
+            return self
+        if not isinstance(given, dict) or not all(
+            isinstance(each, dict) and "submodels" not in each for each in given.values()
+        ):
+            raise ValueError(
+                f"submodels={short_repr(given)} isn't valid. It must map the paths of submodels to their encodings."
+            )
+        specs = [self, *(PositionSpec.parse({**each, "submodel": path}, in_code) for path, each in given.items())]
+        paths = [str(each.submodel) for each in specs]
+        if self.submodel is None or any(f"{one}.".startswith(f"{two}.") for one, two in itertools.permutations(paths, 2)):
+            raise ValueError(
+                f"position_encoding has submodel={short_repr(self.submodel)} and submodels {', '.join(map(repr, given))}. They "
+                "must be different paths, none within another."
+            )
+        return PositionSpec.joined(specs)
+
+    @classmethod
+    def joined(cls, specs: Iterable["PositionSpec"]) -> "PositionSpec":
+        """One spec for submodels with an encoding each, or the only spec unchanged. Their order doesn't matter."""
+        first, *others = sorted(specs, key=lambda each: each.submodel or "")
+        return replace(first, submodels={str(each.submodel): each for each in others})
+
+    @property
+    def by_submodel(self) -> dict[str | None, "PositionSpec"]:
+        """Path of each patched submodel -> its spec. The path is None if the whole model is patched."""
+        others: Mapping[Any, PositionSpec] = self.submodels
+        return {self.submodel: replace(self, submodels={}), **others}
+
+    def changed(self, spec: "PositionSpec") -> "PositionSpec":
+        """This spec with another one for the submodel of `spec`."""
+        return PositionSpec.joined({**self.by_submodel, spec.submodel: spec}.values())
 
     def _check_placement(self) -> None:
         if self.windows is not None and self.where and "encoder" not in self.where:
@@ -439,9 +486,9 @@ class PositionSpec:
 
     @property
     def all_encodings(self) -> tuple["PositionSpec", ...]:
-        """This encoding, unless others replace it everywhere, and the others."""
+        """This encoding, unless others replace it everywhere, the others, and those of other submodels."""
         own = () if self.others and {*self.others} == {*self.where} else (self,)
-        return (*own, *self.others.values())
+        return (*own, *self.others.values(), *(part for each in self.submodels.values() for part in each.all_encodings))
 
     def _written(self) -> dict[str, Any]:
         """The encoding with `layers`, but without the rest of its placement."""
@@ -464,6 +511,11 @@ class PositionSpec:
             **({} if self.submodel is None else {"submodel": self.submodel}),
             **({"where": where} if where else {}),
             **({} if self.windows is None else {"windows": asdict(self.windows)}),
+            **(
+                {"submodels": {path: _without_path(each.to_dict()) for path, each in self.submodels.items()}}
+                if self.submodels
+                else {}
+            ),
         }
 
     def parts_by_layer(self, count: int, attentions: Collection[int]) -> list[tuple[str, ...]]:
@@ -487,6 +539,10 @@ class PositionSpec:
                         "of them, or omit layers to combine the two."
                     )
         return [tuple(part for part in self.parts if index in chosen.get(part, (index,))) for index in range(count)]
+
+
+def _without_path(written: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in written.items() if key != "submodel"}
 
 
 def read(config: Any) -> PositionSpec:

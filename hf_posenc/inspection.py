@@ -1,9 +1,10 @@
 """`inspect`: a report on the positions of a model."""
 
 import copy
+import itertools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,23 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.configuration import Calibration, Windows, dropped_v4_relative_within
+from hf_posenc.attention.dispatch import AttentionState
+from hf_posenc.configuration import Calibration, PositionSpec, Windows, dropped_v4_relative_within
 from hf_posenc.encodings import options_of, portable, short_repr, without_values
 from hf_posenc.modeling.embedding import PositionEmbedding
 from hf_posenc.modeling.position_ids import longest_input
 from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
+from hf_posenc.signatures import reads_tokens
+
+
+@dataclass(frozen=True)
+class Place:
+    """The encoding in one place of an encoder-decoder: its canonical name, its options, and the layers of its parts."""
+
+    encoding: str
+    options: dict[str, Any]
+    layers: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,10 @@ class Report:
         `patch` doesn't change them.
     where: "encoder", "decoder", or "cross" -> its encoding, if `patch` was called with `where`. Empty otherwise.
     windows: the windows in which longer inputs are read. None if there are none.
+    places: "encoder", "decoder", or "cross" -> its encoding, if these differ. Empty otherwise.
+    calibrated: path of a stack -> number of its attentions in the `calibration`, if there are several stacks.
+    submodels: path -> report on each patched submodel, if there are several. The fields above are those of the first, except
+        `can_unpatch`.
     """
 
     model_class: str
@@ -56,6 +72,9 @@ class Report:
     order_sensitive: dict[str, tuple[str, ...]] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     windows: Windows | None = None
+    places: dict[str, Place] = field(default_factory=dict)
+    calibrated: dict[str, int] = field(default_factory=dict)
+    submodels: dict[str, "Report"] = field(default_factory=dict)
 
     @property
     def model_max_length(self) -> int:
@@ -63,22 +82,34 @@ class Report:
         return VERY_LARGE_INTEGER if self.max_length is None else self.max_length
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        rows = [
-            ("encoding", self.encoding + (f" ({options})" if options else "")),
+        rows = self._rows()
+        if self.submodels:
+            rows = [row for path, each in self.submodels.items() for row in [("submodel", path), *each._rows()]]
+        width = max(len(label) for label, _ in rows) + 1
+        return "\n".join([self.model_class, *(f"  {f'{label}:':{width}} {value}" for label, value in rows)])
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """The labels and values of the printed report."""
+        layers = {f"{part} layers": numbers for part, numbers in self.layers.items()}
+        rows = [("encoding", _described(self.encoding, self.options))]
+        if self.places:
+            rows = [(f"{name} encoding", _described(each.encoding, each.options)) for name, each in self.places.items()]
+            of_places = ((f"{name} {part}", each.layers[part]) for name, each in self.places.items() for part in each.layers)
+            layers = {f"{label} layers": numbers for label, numbers in of_places}
+        rows += [
             ("maximum length", "no limit" if self.max_length is None else f"{self.max_length} tokens"),
             *(("applied in", f"{_first(paths)} ({mechanism})") for mechanism, paths in self.locations.items()),
-            *((f"{part} layers", ", ".join(map(str, layers))) for part, layers in self.layers.items()),
+            *((label, ", ".join(map(str, numbers))) for label, numbers in layers.items()),
         ]
         if self.windows is not None:
             rows.append(("windows", f"{self.windows.window} tokens, stride {self.windows.stride}"))
-        if self.where:
+        if self.where and not self.places:
             rows.append(("parts", ", ".join(f"{name} ({kind})" for name, kind in self.where.items())))
         if found := self.calibration:
             where = f"{found.held_out} held-out texts" if found.held_out else "the same texts"
             rows += [
                 ("calibrated on", f"{found.texts} texts of up to {found.length} tokens, {found.tokens:,} in total"),
-                ("divergence", f"{_listed(found.kl_before)} before, {_listed(found.kl_after)} after (attention, by layer)"),
+                *self._divergences(found),
                 ("cosine", f"{found.agreement_before:.3f} before, {found.agreement:.3f} after (hidden states of {where})"),
             ]
         rows += [
@@ -87,8 +118,25 @@ class Report:
         rows += [("config ignored", note) for note in self.ignored]
         if self.can_unpatch:
             rows.append(("unpatch", "available (original positions saved)"))
-        width = max(len(label) for label, _ in rows) + 1
-        return "\n".join([self.model_class, *(f"  {f'{label}:':{width}} {value}" for label, value in rows)])
+        return rows
+
+    def _divergences(self, found: Calibration) -> list[tuple[str, str]]:
+        """The rows with the divergences of each stack."""
+        values = iter(zip(found.kl_before, found.kl_after, strict=True))
+        counts = self.calibrated or {"": len(found.kl_before)}
+        by_stack = {path: [*zip(*itertools.islice(values, count), strict=True)] for path, count in counts.items()}
+        return [
+            (
+                "divergence",
+                f"{_listed(before)} before, {_listed(after)} after (attention{f' in {path}' if path else ''}, by layer)",
+            )
+            for path, (before, after) in by_stack.items()
+        ]
+
+
+def _described(encoding: str, options: dict[str, Any]) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return encoding + (f" ({given})" if given else "")
 
 
 def _first(paths: tuple[str, ...]) -> str:
@@ -135,8 +183,27 @@ def _report(model: PreTrainedModel) -> Report:
         return _stock_report(model)
     if not hasattr(config, "position_spec"):
         raise _several_models(model, detection.submodels_of(model))
+    parts = structure.patched_parts(model, config.position_spec)
+    parts.sort(key=lambda each: not reads_tokens(each[0]))
+    if len(parts) > 1:
+        # By name, because a model may share its submodels.
+        of_part = {id(each): str(own.submodel) for inner, own in parts for each in inner.modules()}
+        reports = {
+            str(own.submodel): _patched_report(
+                model, {name: stack for name, stack in stacks.items() if of_part[id(stack)] == own.submodel}
+            )
+            for _, own in parts
+        }
+        can_unpatch = all(each.can_unpatch for each in reports.values())
+        return replace(next(iter(reports.values())), submodels=reports, can_unpatch=can_unpatch)
+    return _patched_report(model, stacks)
+
+
+def _patched_report(model: PreTrainedModel, stacks: Mapping[str, Any]) -> Report:
+    """The report on the patched stacks of a model, or of one of its submodels, by path."""
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
+    where = {name: there for name in spec.where if (there := spec.encoding_for(name)) is not None}
     verbs = dict.fromkeys(verb for each in spec.all_encodings for verb in each.encoding.mechanisms(each.options))
     return Report(
         model_class=type(model).__name__,
@@ -153,10 +220,16 @@ def _report(model: PreTrainedModel) -> Report:
         max_length=longest_input(stack),
         can_unpatch=bool(spec.original and spec.original.kept),
         ignored=_ignored(model),
-        layers={part: _layers_of(stack, part) for part in spec.layers},
+        layers=_layers_in(stacks.values(), next((name for name in where if name not in spec.others), ""), spec),
         calibration=spec.calibration,
         windows=spec.windows,
-        where={name: there.type for name in spec.where if (there := spec.encoding_for(name)) is not None},
+        where={name: there.type for name, there in where.items()},
+        places={
+            name: Place(there.type, portable(dict(there.options)), _layers_in(stacks.values(), name, there))
+            for name, there in where.items()
+            if spec.others
+        },
+        calibrated=_calibrated(stacks, spec.calibration),
         order_sensitive=_stays((name, detection.order_aware_modules(stack)) for name, stack in stacks.items()),
     )
 
@@ -215,10 +288,33 @@ def _base_of(adapter: Path) -> str:
     return base
 
 
-def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
-    modules = dict(stack.named_modules())
-    states = ((path, getattr(module, "posenc_state", None)) for path, module in modules.items())
-    parts = {path: state.parts for path, state in states if hasattr(state, "parts")}
+def _layers_in(stacks: Iterable[PreTrainedModel], place: str, spec: PositionSpec) -> dict[str, tuple[int, ...]]:
+    """Part -> its layers in a place of an encoder-decoder, or if that is empty, in the first stack."""
+    role = "decoder" if place == "cross" else place
+    stack = next(each for each in stacks if not role or detection.role_of(each) == role)
+    return {part: _layers_of(stack, part, place == "cross") for part in spec.layers}
+
+
+def _calibrated(stacks: Mapping[str, Any], found: Calibration | None) -> dict[str, int]:
+    """Path of each stack -> number of its self-attentions, encoders first, if there are several in a calibration."""
+    order = sorted(stacks, key=lambda path: detection.role_of(stacks[path]) != "encoder")
+    counts = {
+        path: sum(isinstance(state, AttentionState) and not state.is_cross for state in _states(stacks[path]).values())
+        for path in order
+    }
+    known = found is not None and len(counts) > 1 and sum(counts.values()) == len(found.kl_after)
+    return counts if known else {}
+
+
+def _states(stack: nn.Module) -> dict[str, Any]:
+    """Path -> `posenc_state` of the modules that have one."""
+    states = {path: getattr(module, "posenc_state", None) for path, module in stack.named_modules()}
+    return {path: state for path, state in states.items() if state is not None}
+
+
+def _layers_of(stack: PreTrainedModel, part: str, is_cross: bool) -> tuple[int, ...]:
+    modules, states = dict(stack.named_modules()), _states(stack).items()
+    parts = {path: state.parts for path, state in states if isinstance(state, AttentionState) and state.is_cross == is_cross}
     layers = structure.layers_and_blocks(modules, parts)
     return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 

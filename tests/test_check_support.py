@@ -240,6 +240,14 @@ def test_the_pages_quote_the_result():
     remedies = [line.split(" | ")[-1] for line in refused if line.startswith("| ")][1:]
     assert len(remedies) > 5 and not any(len(remedy) < 12 or "models.md" in remedy for remedy in remedies), remedies
     rows = check_support.read_csv(KEPT.with_suffix(".csv"))
+    unsupported = [
+        check_support.Verdict(row["model_type"], row["family"], reason=row["reason"])
+        for row in rows
+        if row["support"] == "unsupported"
+    ]
+    listed = {line for line in check_support.tables(unsupported).splitlines() if line.startswith("- ")}
+    assert listed == {line for line in PAGE.read_text().partition("### Unsupported")[2].splitlines() if line.startswith("- ")}
+    assert any(f"inkling (`{each.kind}`)" in line for each in unsupported for line in listed)
     assert headline.startswith(f"{sum(row['support'] == 'all' for row in rows)} of ") and len(
         {row["family"] for row in rows}
     ) == len(rows)

@@ -310,7 +310,8 @@ def test_saved_again_is_the_same(name, folders, tmp_path):
 def test_loads_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(AUTO, "EncoderDecoderModel", "AutoModelForSeq2SeqLM")
     monkeypatch.setitem(AUTO, "ForConditionalGeneration", "AutoModelForImageTextToText")
-    monkeypatch.setitem(AUTO, "Model", AUTO.pop("Model"))  # tried last
+    monkeypatch.delitem(AUTO, "Model")
+    monkeypatch.setitem(AUTO, "Model", "AutoModel")  # tried last
     chosen = {"clip": "learned+shaw", "llava": "sinusoidal+alibi", "encoder-decoder": "rope"}
     models = {name: (with_encoding(name, encoding), PARENTS[name].inputs()) for name, encoding in chosen.items()}
     seen = seen_without_the_package(tmp_path, models)
@@ -478,7 +479,7 @@ def test_generate_with_images_read_otherwise(name):
 def test_one_encoding_for_a_parent():
     model = with_encoding("encoder-decoder", "alibi", "encoder")
     with pytest.raises(ValueError, match="alibi"):
-        hf_posenc.patch(model, "rope", submodel="decoder")
+        hf_posenc.patch(model, "rope", submodel="encoder")
 
 
 def test_children_that_were_patched_by_themselves(tmp_path):

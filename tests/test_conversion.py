@@ -16,7 +16,7 @@ from hf_posenc.architectures.contributions import contributions
 from hf_posenc.conversion import converting
 from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
-from models import CACHE, HOSTS, first, slow, stock, tiny, tokens
+from models import CACHE, HOSTS, VOCABULARY, first, slow, stock, tiny, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -582,3 +582,19 @@ def test_rows_of_one_length_need_no_mask():
     rows = [{"input_ids": torch.tensor(ids)} for ids in ([3, 4, 5], [6, 7, 8])]
     assert padded(rows, torch.device("cpu")).keys() == {"input_ids"}
     assert padded([*rows, {"input_ids": torch.tensor([9])}], torch.device("cpu"))["attention_mask"].tolist()[-1] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["UdopModel", "BrosModel"])
+def test_a_model_that_needs_other_inputs(name):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=rf"only token IDs.*{name}.*[Bb]box") as refused:
+        hf_posenc.convert(tiny(name), "relative", max_distance=4, texts=[{"input_ids": tokens(8, 24)}])
+    assert refused.value.reason == "inputs other than tokens"
+
+
+@pytest.mark.parametrize("start", [70, -2])
+def test_a_start_token_outside_of_the_vocabulary(start):
+    texts = [{"input_ids": tokens(8, 24)}]
+    with pytest.raises(ValueError, match=rf"decoder_start_token_id={start}.*0 to {VOCABULARY - 1}"):
+        hf_posenc.convert(tiny("MarianModel", decoder_start_token_id=start), "relative", max_distance=4, texts=texts)
+    model = hf_posenc.convert(tiny("MarianModel", decoder_start_token_id=5), "relative", max_distance=4, texts=texts)
+    assert model.config.position_spec.calibration is not None

@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_posenc
 from hf_posenc import inspection
-from models import LENGTH, patched, stock, tiny
+from models import LENGTH, patched, stock, tiny, tokens
 
 
 def test_inspect(tmp_path):
@@ -105,3 +105,43 @@ def test_other_threads_build_models_meanwhile(monkeypatch):
     monkeypatch.setattr(inspection.AutoModel, "from_config", from_config)
     assert hf_posenc.inspect(stock("bert").config).encoding == "learned"
     assert built == ["cpu"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_places_of_an_encoder_decoder(tmp_path):
+    """The printed report shows the options and layers of each place, in the same order after loading."""
+    where = {
+        "encoder": {"type": "rope", "theta": 7.0},
+        "decoder": {"type": "shaw+rope", "rope__layers": [1], "shaw__layers": [0]},
+        "cross": {"type": "alibi", "slopes": "learned"},
+    }
+    model = hf_posenc.patch(stock("bart", "ForConditionalGeneration"), "rope", where=where, layers=[0])
+    report = hf_posenc.inspect(model)
+    assert [*report.where] == [*report.places] == ["encoder", "decoder", "cross"]
+    assert report.places["encoder"].options["theta"] == 7.0 and report.places["cross"].options["slopes"] == "learned"
+    assert report.places["decoder"].layers == {"rope": (1,), "shaw": (0,)}
+    lines = str(report).splitlines()
+    shown = [line.split(":")[0].strip() for line in lines]
+    assert shown[1:4] == ["encoder encoding", "decoder encoding", "cross encoding"] and "encoding" not in shown
+    assert "rope (theta=7.0" in lines[1] and "slopes='learned'" in lines[3] and "parts" not in shown
+    assert "decoder rope layers" in shown and "decoder shaw layers" in shown
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert str(hf_posenc.inspect(loaded)) == str(report)
+    layers = hf_posenc.inspect(hf_posenc.patch(stock("bart"), "rope", where={"encoder": {}, "decoder": {"layers": [1]}})).places
+    assert (layers["encoder"].layers, layers["decoder"].layers) == ({}, {"rope": (1,)})
+    same = hf_posenc.inspect(hf_posenc.patch(stock("bart"), "rope", where=["encoder", "decoder"]))
+    assert same.places == {} and "encoder (rope), decoder (rope)" in str(same)
+
+
+def test_divergences_of_each_stack():
+    texts = [{"input_ids": tokens(batch=30, length=24, seed=seed)} for seed in range(3)]
+    model = hf_posenc.convert(stock("bart", "ForConditionalGeneration"), "relative", max_distance=4, texts=texts)
+    report = hf_posenc.inspect(model)
+    assert report.calibrated == {"model.encoder": 2, "model.decoder": 2} and len(report.calibration.kl_after) == 4
+    rows = [line for line in str(report).splitlines() if "divergence:" in line]
+    for row, name, numbers in zip(rows, ("encoder", "decoder"), (slice(2), slice(2, 4)), strict=True):
+        values = ", ".join(f"{value:.2f}" for value in report.calibration.kl_after[numbers])
+        assert f"{values} after" in row and f"model.{name}" in row
+    one = hf_posenc.convert(stock("bart"), "relative", max_distance=4, texts=texts, where="decoder")
+    assert hf_posenc.inspect(one).calibrated == {} and str(hf_posenc.inspect(one)).count("divergence:") == 1

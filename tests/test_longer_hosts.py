@@ -698,7 +698,7 @@ def test_patched_models_that_no_method_suits():
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, "linear")
     with pytest.raises(ValueError, match="'rope' doesn't support method='cubic'"):
         hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
-    with pytest.raises(ValueError, match="submodel='text_model' selects"):
+    with pytest.raises(ValueError, match="submodel='text_model' isn't a patched submodel.*Omit submodel"):
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, submodel="text_model")
     interpolate_table = hf_posenc.extend(stock("bert"), LONG, "dynamic")
     with pytest.raises(ValueError, match="'learned'.*'dynamic'"):

@@ -290,6 +290,46 @@ def test_a_module_of_another_form(own, kept):
     assert_close(hf_posenc.patch(stock, "rope", theta=100.0)(ids)[0], stock(ids)[0])
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize("follows", [True, False])
+@torch.no_grad()
+def test_the_rows_of_a_registered_tensor_are_a_limit(kind, follows, own, kept, tmp_path):
+    """The original code adds a disabled tensor as zeros of its shape, so it limits the length with every encoding."""
+    other = own["my_others"]
+
+    class Rows(other.OtherModel):
+        def __init__(self, config):
+            super().__init__(config)
+            rows = torch.zeros(1, config.max_position_embeddings if follows else 20, config.hidden_size)
+            del self.where
+            if kind == "parameter":
+                self.where = nn.Parameter(rows)
+            else:
+                self.register_buffer("where", rows)
+
+    stock = randomize(Rows(other.OtherConfig())).eval()
+    limit = stock.config.max_position_embeddings if follows else 20
+    model = hf_posenc.patch(stock, "alibi")
+    for report in (hf_posenc.inspect(stock), hf_posenc.inspect(model)):
+        assert report.max_length == limit and f"{limit} tokens" in str(report)
+    assert model(tokens(2, limit))[0].shape[1] == limit
+    with pytest.raises(ValueError, match=f"{limit + 1} tokens is longer than max_length={limit}"):
+        model(tokens(2, limit + 1))
+    model.save_pretrained(tmp_path)
+    assert hf_posenc.inspect(type(model).from_pretrained(tmp_path)).max_length == limit
+    if follows:
+        for longer in (hf_posenc.extend(model, 100), hf_posenc.patch(stock, "alibi", max_length=100)):
+            assert_close(longer(tokens(2, 9))[0], model(tokens(2, 9))[0])
+            assert longer(tokens(2, 100))[0].shape[1] == hf_posenc.inspect(longer).max_length == 100
+    else:
+        assert hf_posenc.patch(stock, "alibi", max_length=20).config.max_position_embeddings == 20
+        for call in (lambda: hf_posenc.extend(model, 100), lambda: hf_posenc.patch(stock, "alibi", max_length=100)):
+            with pytest.raises(ValueError, match="max_length=100 is above 20.*Rows"):
+                call()
+    assert hf_posenc.unpatch(model).config.max_position_embeddings == stock.config.max_position_embeddings
+    assert hf_posenc.inspect(hf_posenc.patch(made(own, "tiny")[0], "alibi")).max_length is None
+
+
 def test_what_is_said_wrongly(own, kept):
     cls, config, attention = turning(own)
     for call in (

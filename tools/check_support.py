@@ -267,7 +267,8 @@ def tables(verdicts: Iterable[Verdict]) -> str:
 
 
 def _folders(group: list[Verdict]) -> str:
-    return ", ".join(each.folder for each in group)
+    """The modeling directories, each with the model type of its verdict if that has another name."""
+    return ", ".join(each.folder if each.kind == each.folder else f"{each.folder} (`{each.kind}`)" for each in group)
 
 
 COLUMNS = ("family", "model_type", "submodel", "support", "positions", *checks.CHECKS, "without", "reason")

@@ -159,7 +159,7 @@ def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) 
             try:
                 structure = _find(module, around, before)
             except UnsupportedModelError:
-                if not wanted or _role(module, _attentions(dict(module.named_modules()))[1]) in wanted:
+                if not wanted or role_of(module) in wanted:
                     raise
                 passed.append(path)
                 continue
@@ -196,6 +196,11 @@ def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structu
             f"where={missing}: {type(model).__name__} isn't an encoder-decoder with supported attention in each of these. "
             "Omit where, or name only parts that it has."
         )
+
+
+def role_of(stack: Any) -> str:
+    """The role of an original or patched stack, "encoder" or "decoder"."""
+    return _role(stack, _attentions(dict(stack.named_modules()))[1])
 
 
 def _role(stack: Any, cross_attentions: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_posenc import _compat
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
 from hf_posenc.attention import custom
-from hf_posenc.configuration import LENGTH_FIELD, StackPlan
+from hf_posenc.configuration import LENGTH_FIELD, PositionSpec, StackPlan
 from hf_posenc.encodings import Geometry
 from hf_posenc.signatures import IS_CAUSAL, reads_tokens
 
@@ -139,6 +139,12 @@ class Structure:
     def usable_length(self) -> int | None:
         """The original model's maximum length in tokens. None for no limit."""
         return _least(component.usable_length(self.stack.config) for component in self.components)
+
+    @property
+    def length_if_disabled(self) -> int | None:
+        """The maximum length in tokens with another encoding. None for no limit, or if the stack doesn't read token IDs."""
+        lengths = [component.length_if_disabled(self.stack.config) for component in self.components]
+        return _least(lengths) if self.tokens is not None else None
 
     @functools.cached_property
     def trained_length(self) -> int | None:
@@ -434,6 +440,15 @@ def parts_of(model: Any) -> dict[str, Any]:
     base = model.base_model
     whole = {} if type(base.config) is type(model.config) else {model.base_model_prefix: base}
     return {**whole, **{path: module for path, module in base.named_modules() if path and isinstance(module, PreTrainedModel)}}
+
+
+def patched_parts(model: Any, spec: PositionSpec) -> list[tuple[Any, PositionSpec]]:
+    """Each submodel of a model with its encoding. If there are several, those that the model's class lacks are skipped.
+
+    CLIP's image classifier has no text model.
+    """
+    found = [(path, own) for path, own in spec.by_submodel.items() if not spec.submodels or path in parts_of(model)]
+    return [(part(model, path), own) for path, own in found]
 
 
 def part(model: Any, path: str | None) -> Any:

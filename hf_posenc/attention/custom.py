@@ -19,11 +19,18 @@ def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
     return head_dim**-0.5
 
 
+def unscaled(module: Any, head_dim: int) -> float:
+    """1, for no scaling."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class CustomAttention:
     """Describes an attention that doesn't use the attention interface.
 
     scaling: module, E -> the factor by which its forward method multiplies the product of queries and keys afterwards.
+    scaled_before: module, E -> the factor by which it multiplies queries before that product.
+    scales_keys: whether it multiplies keys instead.
     is_causal: whether each query sees only the keys up to its own, if the module doesn't indicate it.
     unsupported_inputs: its arguments for inputs other than the tokens, which have separate scores.
     token_axis: the token axis of the hidden states that enter its layer. If tokens have rows and columns, the first.
@@ -33,6 +40,8 @@ class CustomAttention:
     """
 
     scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
+    scaled_before: Callable[[Any, int], float] = unscaled
+    scales_keys: bool = False
     is_causal: bool = False
     unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1

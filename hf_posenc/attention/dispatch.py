@@ -218,6 +218,32 @@ def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys
     return query, key
 
 
+def rotate_scaled(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    context: PositionContext,
+    keys_are_rotated: bool = False,
+    before: float = 1.0,
+    scales_keys: bool = False,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Rotated queries and keys for their product, and for biases. For biases, they don't have the factor `before`.
+
+    before: the factor that queries already have, or keys if `scales_keys`. Not all encodings are linear in queries and keys.
+    """
+
+    def times(factor: float, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return (query, key * factor) if scales_keys else (query * factor, key)
+
+    encodings = active_encodings(module, context)
+    if before != 1.0 and any(encoding.changes_head_dim for encoding in encodings):
+        states = rotate_all(module, *times(1 / before, query, key), context, keys_are_rotated)
+        return times(before, *states), states
+    states = rotate_all(module, query, key, context, keys_are_rotated)
+    reads = any("score_bias" in encoding.mechanisms() and encoding.reads_content for encoding in encodings)
+    return states, times(1 / before, *states) if before != 1.0 and reads else states
+
+
 def register(implementation: str) -> str:
     """Register an attention implementation of Transformers (eager, sdpa, …) for patched modules. Returns the prefixed name."""
     name = PREFIX + implementation

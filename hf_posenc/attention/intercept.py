@@ -77,6 +77,7 @@ class InterceptQK(TorchFunctionMode):
         super().__init__()
         self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
         self.scaling, self.qk_intercepted = partial(row.scaling, module), False
+        self.scaled_before, self.scales_keys = partial(row.scaled_before, module), row.scales_keys
         self.pending: PendingValueTerm | None = None
         self.num_earlier_value_matmuls = row.num_earlier_value_matmuls
 
@@ -256,8 +257,8 @@ class InterceptQK(TorchFunctionMode):
         if joined:
             heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
-        call = self._call(query, key, after * within)
-        query, key, bias = call.query, call.key, biased_mask(call)
+        call = self._call(query, key, after * within, before=self.scaled_before(query.shape[-1]))
+        (query, key), bias = self.factors, biased_mask(call)
         factor = 1 / after if isinstance(after, float) else 1.0
         if bias is not None:
             bias = (bias if isinstance(after, float) else bias / after).expand(*query.shape[:3], key.shape[2])
@@ -266,11 +267,18 @@ class InterceptQK(TorchFunctionMode):
             bias = bias if bias is None else bias.flatten(0, 1)
         return query, key, bias, factor
 
-    def _call(self, query: Tensor, key: Tensor, scaling: Any, mask: Any = None, is_causal: bool = False) -> AttentionCall:
-        """The call of this attention with rotated queries and keys. Raises ValueError if some positions are unknown."""
+    def _call(
+        self, query: Tensor, key: Tensor, scaling: Any, mask: Any = None, is_causal: bool = False, before: float = 1.0
+    ) -> AttentionCall:
+        """The call of this attention with rotated queries and keys. Those of their product are `self.factors`.
+
+        before: the factor that queries or keys already have.
+
+        Raises ValueError if some positions are unknown.
+        """
         self.qk_intercepted = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
-        context = self.context.with_length(query.shape[2], query.device).for_attention(scaling, layer)
+        context = self.context.with_length(query.shape[2], query.device).for_attention(scaling * before, layer)
         if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but only the "
@@ -279,7 +287,9 @@ class InterceptQK(TorchFunctionMode):
         encodings = dispatch.active_encodings(self.module, context)
         if any(encoding.needs_attention_weights() for encoding in encodings):
             self.pending = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.num_earlier_value_matmuls)
-        query, key = dispatch.rotate_all(self.module, query, key, context, self.keys_are_rotated)
+        self.factors, (query, key) = dispatch.rotate_scaled(
+            self.module, query, key, context, self.keys_are_rotated, before, self.scales_keys
+        )
         return AttentionCall(self.module, query, key, None, mask, encodings, context, is_causal)
 
 

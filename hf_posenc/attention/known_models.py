@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.attention import custom, intercept, local
-from hf_posenc.attention.custom import CustomAttention, name_of
+from hf_posenc.attention.custom import CustomAttention, inverse_sqrt_head_dim, name_of, unscaled
 
 
-def unscaled(module: Any, head_dim: int) -> float:
-    """1, because queries or keys are scaled before the product or within it, or not at all."""
-    return 1.0
+def deberta_scaling(module: Any, head_dim: int) -> float:
+    """The scaling of DeBERTa's scores, which has a part for each type of position scores, also if they are disabled."""
+    return (head_dim * (1 + len({"c2p", "p2c"} & {*module.pos_att_type}))) ** -0.5
 
 
 def imagegpt_scaling(module: Any, head_dim: int) -> float:
@@ -36,10 +36,13 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
     return module.logit_scale.clamp(max=math.log(100)).exp()
 
 
-_PLAIN, _SCALED_BEFORE = CustomAttention(), CustomAttention(unscaled)
+_PLAIN, _SCALED_BEFORE = CustomAttention(), CustomAttention(unscaled, inverse_sqrt_head_dim)
 _LONGFORMER = CustomAttention(unscaled, forward=local.longformer)
+_DEBERTA = CustomAttention(unscaled, deberta_scaling)
+_DEBERTA_V2 = replace(_DEBERTA, scales_keys=True)
 _COSINES = CustomAttention(learned_scaling)
-_CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
+_CAUSAL, _CAUSAL_UNSCALED = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
+"""The second scales within the product, or not at all."""
 KNOWN = {
     "bark.BarkSelfAttention": _PLAIN,
     "bigbird_pegasus.BigBirdPegasusSelfAttention": _PLAIN,
@@ -51,11 +54,11 @@ KNOWN = {
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
     "trocr.TrOCRAttention": _SCALED_BEFORE,
     "vilt.ViltSelfAttention": _PLAIN,
-    "vitdet.VitDetAttention": CustomAttention(unscaled, token_axis=2, block_token_axis=1),
+    "vitdet.VitDetAttention": replace(_SCALED_BEFORE, token_axis=2, block_token_axis=1),
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
-    "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
+    "bloom.BloomAttention": _CAUSAL_UNSCALED,
     "bros.BrosSelfAttention": _PLAIN,
     "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
@@ -63,14 +66,14 @@ KNOWN = {
     "dab_detr.DetrAttention": _SCALED_BEFORE,
     "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
     "data2vec.Data2VecVisionSelfAttention": _PLAIN,
-    "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
-    "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "deberta.DisentangledSelfAttention": _DEBERTA,
+    "deberta_v2.DisentangledSelfAttention": _DEBERTA_V2,
     "donut.DonutSwinSelfAttention": _PLAIN,
     "falcon.FalconAttention": _PLAIN,
     "flaubert.MultiHeadAttention": _SCALED_BEFORE,
     "flava.FlavaSelfAttention": _PLAIN,
-    "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
+    "gpt_neo.GPTNeoSelfAttention": _CAUSAL_UNSCALED,
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_UNSCALED,
     "gptj.GPTJAttention": _PLAIN,
     "groupvit.GroupViTAttention": _SCALED_BEFORE,
     "granite_speech.GraniteSpeechConformerAttention": _PLAIN,
@@ -89,7 +92,7 @@ KNOWN = {
     "mgp_str.MgpstrAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": CustomAttention(config_scaling, is_causal=True),
-    "mvp.MvpAttention": CustomAttention(unscaled, unsupported_inputs=("attn_prompt",)),
+    "mvp.MvpAttention": replace(_SCALED_BEFORE, unsupported_inputs=("attn_prompt",)),
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
@@ -97,7 +100,7 @@ KNOWN = {
     "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
-    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "sew_d.DisentangledSelfAttention": _DEBERTA_V2,
     "slanext.SLANeXtVisionAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": CustomAttention(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
@@ -109,7 +112,7 @@ KNOWN = {
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "vits.VitsAttention": _SCALED_BEFORE,
     "wavlm.WavLMAttention": _SCALED_BEFORE,
-    "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
+    "xglm.XGLMAttention": replace(_SCALED_BEFORE, is_causal=True),
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": CustomAttention(unsupported_inputs=("g",), token_axis=0),
 }

@@ -55,21 +55,24 @@ def _forward(
     return dense(module, call, context)
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, context: PositionContext) -> Tensor:
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, context: PositionContext, scaling: float
+) -> Tensor:
     """The output `[B, L, D]` of an attention, with encodings.
 
-    query, key, value: `[B, H, L, E]`. Queries are scaled. visible: `[B, 1, L, L]`, whether a query sees a key.
+    query, key, value: `[B, H, L, E]`. visible: `[B, 1, L, L]`, whether a query sees a key. scaling: the factor that queries
+    already have.
     """
     if query.shape[2] != context.length:
         raise ValueError(
             f"{type(module).__name__} received {query.shape[2]} tokens, but the positions of {context.length} are known. Call "
             "the model without cached keys, and pass only tokens."
         )
-    context = context.for_attention(1.0)
+    context = context.for_attention(scaling)
     encodings = dispatch.active_encodings(module, context)
-    query, key = dispatch.rotate_all(module, query, key, context, False)
+    (query, key), states = dispatch.rotate_scaled(module, query, key, context, before=scaling)
     mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
-    scores = query @ key.mT + additive_mask(AttentionCall(module, query, key, value, mask, encodings, context))
+    scores = query @ key.mT + additive_mask(AttentionCall(module, *states, value, mask, encodings, context))
     weights = F.dropout(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), module.dropout, module.training)
     output = weights @ value
     if any(encoding.needs_attention_weights() for encoding in encodings):
@@ -92,12 +95,14 @@ def _longformer(module: Any, call: BoundCall, context: PositionContext) -> tuple
     near = (index - index[:, None]).abs() <= module.one_sided_attn_window_size
     visible = (near & (kinds == 0)[:, None]) | (kinds > 0)[:, None]
     scaling = math.sqrt(module.head_dim)
-    output = _attend(module, heads("query") / scaling, heads("key"), heads("value"), visible[:, None], context)
+    output = _attend(module, heads("query") / scaling, heads("key"), heads("value"), visible[:, None], context, 1 / scaling)
     output = output.masked_fill((kinds < 0)[..., None], 0.0)
     if call["is_global_attn"]:
         everywhere = (kinds >= 0)[:, None, None].expand(-1, -1, length, -1)
         query, key, value = heads("query_global") / scaling, heads("key_global"), heads("value_global")
-        output = torch.where((kinds > 0)[..., None], _attend(module, query, key, value, everywhere, context), output)
+        output = torch.where(
+            (kinds > 0)[..., None], _attend(module, query, key, value, everywhere, context, 1 / scaling), output
+        )
     return (F.pad(output, (0, 0, 0, hidden.shape[1] - length)),)
 
 
@@ -113,7 +118,7 @@ def _longt5(module: Any, call: BoundCall, context: PositionContext) -> tuple[Ten
     query, key, value = (
         each(hidden).unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for each in (module.q, module.k, module.v)
     )
-    return module.o(_attend(module, query, key, value, visible[:, None], context)), call["position_bias"]
+    return module.o(_attend(module, query, key, value, visible[:, None], context, 1.0)), call["position_bias"]
 
 
 def _pegasus_x(module: Any, call: BoundCall, context: PositionContext) -> tuple[Tensor, Tensor, None]:
@@ -135,6 +140,7 @@ def _pegasus_x(module: Any, call: BoundCall, context: PositionContext) -> tuple[
         each(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
         for each in (module.q_proj, module.k_proj, module.v_proj)
     )
-    output = module.out_proj(_attend(module, query * module.scaling, key, value, (visible & shown[:, None])[:, None], context))
+    visible = (visible & shown[:, None])[:, None]
+    output = module.out_proj(_attend(module, query * module.scaling, key, value, visible, context, module.scaling))
     others, hidden = output.split([count, length], dim=1)
     return F.pad(hidden, (0, 0, start, tokens.shape[1] - start - length)), others, None

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_posenc.cli import ModelCommand, app
-from hf_posenc.cli.arguments import OutputDir, Overwrite
+from hf_posenc.cli.arguments import OutputDir, Overwrite, Submodel
 from hf_posenc.cli.output import AsJson, Output
 
 
@@ -14,6 +14,7 @@ from hf_posenc.cli.output import AsJson, Output
 def unpatch(
     model: Annotated[str, typer.Argument(help="Local path or Hub ID of a patched model.")],
     output_dir: OutputDir,
+    submodel: Submodel = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,7 +30,7 @@ def unpatch(
     out, original = Output(as_json), Original.load(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        stock = hf_posenc.unpatch(original.model)
+        stock = hf_posenc.unpatch(original.model, submodel=submodel)
     saved = save(out, stock, original, output_dir, inner_model(original.model).config.position_spec.submodel)
     for warning in caught:
         out.message(f"Note: {warning.message}")

@@ -20,7 +20,7 @@ from hf_posenc.architectures.contributions import contributions
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.exporting import to_stock
-from hf_posenc.conversion.patching import patch, refuse, refuse_patched
+from hf_posenc.conversion.patching import patch, patched_submodel, refuse, refuse_patched
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
@@ -98,7 +98,7 @@ def convert(
         change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
-    refuse_patched(model, "convert")
+    refuse_patched(model, "convert", options.get("submodel"))
     for name, value in {"calibration_texts": calibration_texts, "calibration_length": calibration_length}.items():
         if type(value) is not int and (value is not None or name == "calibration_texts") or (type(value) is int and value < 1):
             allowed = "" if name == "calibration_texts" else ", or None"
@@ -112,7 +112,8 @@ def convert(
         options = _with_own_layers(encoding, options, not exportable)
         patched: Any = patch(model, encoding, max_length=max_length, **options)
         by_range = not exportable or _has_learned_positions(_exported(patched))
-        return _converted(model, patched, texts, tokenizer, by_range, (calibration_texts, calibration_length))
+        amount = calibration_texts, calibration_length
+        return _converted(model, patched, texts, tokenizer, by_range, amount, options.get("submodel"))
 
 
 def _exported(patched: Any) -> Any:
@@ -129,12 +130,20 @@ def _has_learned_positions(model: Any) -> bool:
     return any(each.learned_table for found in detection.find_all(model).values() for each in found.components)
 
 
-def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: bool, amount: tuple[int, int | None]) -> Any:
-    """Calibrate a patched model against the original.
+def _converted(
+    model: Any,
+    patched: Any,
+    texts: Any,
+    tokenizer: Any,
+    by_range: bool,
+    amount: tuple[int, int | None],
+    submodel: str | None,
+) -> Any:
+    """Calibrate a patched model, or one of its submodels, against the original.
 
     by_range: whether ranges of positions get separate vectors. amount: the number of texts and their length.
     """
-    spec = patched.config.position_spec
+    spec = patched_submodel(patched, submodel)
     if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
             f"{spec.type!r} only adds vectors to the inputs, but calibration fits biases in attention. Use an encoding with a "
@@ -147,11 +156,15 @@ def _converted(model: Any, patched: Any, texts: Any, tokenizer: Any, by_range: b
     for pair in pairs:
         for batch in filter(None, (chosen, held_out)):
             check_ids(batch["input_ids"], pair.found.stack.get_input_embeddings(), "texts")
+        if pair.reads_an_encoder:
+            _check_start(pair, chosen["input_ids"])
         _check_coverage(pair.stack, chosen)
     report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range else 1)
     # Submodels can have their own configs, and the stacks of T5 have copies.
     for part in (patched, *(each for each in pairs[0].patched.modules() if isinstance(each, PosEncModelMixin))):
-        specs.write(part.config, replace(part.config.position_spec, calibration=report))
+        whole = part.config.position_spec
+        own = whole.by_submodel.get(spec.submodel, whole)
+        specs.write(part.config, whole.changed(replace(own, calibration=report)))
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched
@@ -193,7 +206,7 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
             remedy="Choose 'encoder', 'decoder', or both, or patch the model and train it.",
         )
     if spec.submodel is not None:
-        original, patched = (detection.submodel(model, spec.submodel) for model in (original, patched))
+        original, patched = (structure.part(model, spec.submodel) for model in (original, patched))
     stacks = detection.find_all(original, spec.where)
     pairs = [_Pair(found, patched.get_submodule(path), original, patched) for path, found in stacks.items()]
     pairs.sort(key=lambda pair: pair.found.role != "encoder")
@@ -216,11 +229,26 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
     return pairs
 
 
+def _start(config: Any, ids: Tensor) -> tuple[str, int]:
+    """The first token of a decoder, and the field of its config with it. Without such a field, it is that of the texts."""
+    found = ((name, getattr(config, name, None)) for name in FIRST)
+    return next(((name, start) for name, start in found if start is not None), ("", int(ids[0, 0])))
+
+
+def _check_start(pair: _Pair, ids: Tensor) -> None:
+    """Raises ValueError if the first token of a decoder is outside of its vocabulary."""
+    (name, start), vocabulary = _start(pair.original.config, ids), len(pair.found.stack.get_input_embeddings().weight)
+    if not 0 <= start < vocabulary:
+        raise ValueError(
+            f"config.{name}={start} isn't a token of the decoder, whose vocabulary has the IDs 0 to {vocabulary - 1}. Set it "
+            "to the token with which the decoder was trained to start. The model was not changed."
+        )
+
+
 def _for_decoder(model: Any, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of the decoder of an encoder-decoder for texts that both read. The decoder reads them shifted by one token."""
     ids, mask = texts["input_ids"], texts.get("attention_mask")
-    starts = (getattr(model.config, name, None) for name in FIRST)
-    start = next((each for each in starts if each is not None), int(ids[0, 0]))
+    _, start = _start(model.config, ids)
     inputs = {"input_ids": torch.cat([ids.new_full((len(ids), 1), start), ids[:, :-1]], dim=1)}
     inputs["encoder_hidden_states"] = calibration.states(model.get_encoder(), texts)
     return inputs if mask is None else {**inputs, "attention_mask": mask, "encoder_attention_mask": mask}
@@ -333,7 +361,14 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
 def _calibrated(pairs: Sequence[_Pair], batch: dict[str, Tensor], held_out: dict[str, Tensor], ranges: int) -> Calibration:
     """Calibrate stacks one after another. The agreement is that of the last one, which includes those before."""
     measured, last, divergences = held_out or batch, pairs[-1], list[tuple[float, float]]()
-    states = calibration.states(last.found.stack, last.of_original(measured))
+    try:
+        states = calibration.states(last.found.stack, last.of_original(measured))
+    except (ValueError, TypeError) as error:  # UDOP and BROS need the bounding boxes of tokens.
+        raise UnsupportedModelError(
+            f"calibration passes only token IDs and a mask, with which {type(last.original).__name__} raises {str(error)!r}",
+            reason="inputs other than tokens",
+            remedy="Patch the model, then train it.",
+        ) from error
     for pair in pairs:
         # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
         _install_offsets(pair.stack, contributions(pair.found, ranges))

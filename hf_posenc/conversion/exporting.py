@@ -160,7 +160,7 @@ def _own_class(model: Any, length: int) -> Any:
     """A model of the original class, with the encoding's vectors as position embeddings, or with other RoPE parameters."""
     spec, stock = model.config.position_spec, type(model).original_class
     if spec.submodel is not None:
-        raise _NoEquivalent(f"only the {spec.submodel} of this composite model is patched")
+        raise _NoEquivalent(f"only submodels of this composite model are patched: {', '.join(map(str, spec.by_submodel))}")
     if spec.where or spec.layers:
         raise _NoEquivalent("" if spec.layers else "the encoding applies only in parts of the model")
     stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}

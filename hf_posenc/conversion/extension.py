@@ -12,12 +12,13 @@ from torch import nn
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
+from hf_posenc.architectures import structure
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
 from hf_posenc.conversion.extend_tables import by_input, with_longer_tables
 from hf_posenc.conversion.extend_target import ExtensionTarget
-from hf_posenc.conversion.patching import refuse
+from hf_posenc.conversion.patching import patched_submodel, refuse
 from hf_posenc.encodings import (
     Geometry,
     PositionEncoding,
@@ -34,7 +35,7 @@ from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, WINDOWS, Ex
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.modeling.encoding_checks import refuse_unwindowed
-from hf_posenc.modeling.parameter_sharing import build_on_meta, refuse_wrapped, share_parameters
+from hf_posenc.modeling.parameter_sharing import build_on_meta, encodings_in, refuse_wrapped, share_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.signatures import reads_tokens
 
@@ -90,7 +91,8 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
             `TokenPositionEmbedding`.
         max_length: new maximum length in tokens, not below the old one. None, without a method: no limit.
         method: see above.
-        submodel: in an original composite model (CLIP), the dotted path of the submodel to extend, as in `patch`.
+        submodel: in a composite model (CLIP), the dotted path of the submodel to extend, as in `patch`. A patched model needs
+            it only if several submodels are patched.
         **settings: settings of the method: `keep` of "keep_first"; `window` and `group` of "grouped"; `window`, `stride`,
             `prefix`, and `suffix` of "windows"; parameters of a RoPE rule by their names in Transformers.
 
@@ -111,13 +113,13 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         refuse_wrapped(model, "extend")
         return _extended_layer(model, max_length, method, settings)
     refuse(model, "extend")
-    if submodel is not None and (isinstance(model, PosEncModelMixin) or method is None):
-        raise ValueError(
-            f"submodel={short_repr(submodel)} selects a submodel of an original model to extend by a method. Omit it for a "
-            "patched model. The model was not changed."
-        )
     if isinstance(model, PosEncModelMixin):
-        return _extended_model(model, max_length, method, settings)
+        return _extended_model(model, patched_submodel(model, submodel), max_length, method, settings)
+    if submodel is not None and method is None:
+        raise ValueError(
+            f"submodel={short_repr(submodel)} of an unpatched model can only be extended by a method. Methods: {CHOICE}. The "
+            "model was not changed."
+        )
     specs.raise_if_v4_relative(model, "it has no positions to extend")
     host = None if max_length is None else ExtensionTarget.find(model, max_length, method or STATIC[0], settings, submodel)
     if method is None or host is None:
@@ -154,14 +156,17 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
     asked = _asked([(kind, options)], geometry, config.max_length, max_length, method, settings)
     config.max_length = max_length
     config.position_encoding = {"type": kind, **(_longer(kind, options, asked, geometry) or options)}
-    return _rebuilt(layer, config, asked)
+    return _rebuilt(layer, config, asked, kind)
 
 
-def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
-    spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
+def _extended_model(
+    model: Any, spec: specs.PositionSpec, max_length: int | None, method: str | None, settings: dict[str, Any]
+) -> Any:
+    """A patched model, or one with a patched submodel, extended. `spec` is the encoding to extend."""
+    stack: Any = next(filter(is_patched, structure.part(model, spec.submodel).modules()))
     geometry = stack.posenc.geometry
     if max_length is not None and (method == WINDOWS or (spec.windows is not None and method is None)):
-        return _in_windows(model, max_length, method, settings)
+        return _in_windows(model, spec, max_length, method, settings)
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)
     config = copy.deepcopy(model.config)
@@ -169,19 +174,20 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
     options = dict(spec.options) if spec.original else spec.encoding.with_explicit_defaults(geometry, dict(spec.options))
     options = _longer(spec.type, options, asked, geometry) or options
     others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
-    specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
+    longer = replace(spec, max_length=max_length, options=options, others=others)
+    specs.write(config, specs.read(config).changed(longer))
     rows = getattr(config, LENGTH_FIELD, None)
     # As in patch, the field becomes the maximum length plus the original's offset, or the original value without a limit.
     if rows is not None and spec.replaces_all:
         host = spec.original.rows if spec.original else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
         config.check_size()
-    return _rebuilt(model, config, asked)
+    return _rebuilt(model, config, asked, spec.type)
 
 
-def _in_windows(model: Any, max_length: int, method: str | None, settings: dict[str, Any]) -> Any:
+def _in_windows(model: Any, spec: specs.PositionSpec, max_length: int, method: str | None, settings: dict[str, Any]) -> Any:
     """A patched model that reads longer inputs in windows. Without a method, it keeps its windows."""
-    spec, config = specs.read(model.config), copy.deepcopy(model.config)
+    config, inner = copy.deepcopy(model.config), structure.part(model, spec.submodel)
     before = spec.max_length or settings.get("window")
     if type(before) is not int or max_length < before:
         raise ValueError(
@@ -190,14 +196,14 @@ def _in_windows(model: Any, max_length: int, method: str | None, settings: dict[
         )
     windows = spec.windows
     if method is not None:
-        for plan in specs.plans_of(config):
+        for plan in specs.plans_of(config, spec.submodel):
             if plan.role == "encoder":
-                stack: Any = model.get_submodule(plan.path)
+                stack: Any = inner.get_submodule(plan.path)
                 refuse_unwindowed(model, reads_tokens(stack), stack.posenc.geometry.is_causal)
         before = before if windows is None else windows.window
         windows = specs.Windows.parse(Extension(method, before, max_length, settings).windows())
-    specs.write(config, replace(spec, max_length=max_length, windows=windows))
-    return _rebuilt(model, config, None)
+    specs.write(config, specs.read(config).changed(replace(spec, max_length=max_length, windows=windows)))
+    return _rebuilt(model, config, None, spec.type)
 
 
 def _asked(
@@ -267,16 +273,18 @@ def _longer_spec(spec: specs.PositionSpec, asked: Extension | None, geometry: Ge
     return spec if options is None else replace(spec, options=options)
 
 
-def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
-    """A new model with this config. It shares all parameters and buffers with `model`, except those whose size has changed.
+def _rebuilt(model: Any, config: Any, asked: Extension | None, kind: str) -> Any:
+    """A new model with this config, in which the encoding `kind` is extended.
+
+    It shares all parameters and buffers with `model`, except those whose size has changed.
 
     Raises ValueError if an encoding doesn't define the new values of those.
     """
     twin = build_on_meta(type(model), config, like=model)
     if asked is None and _sizes(twin) != _sizes(model):
-        raise _made_for_its_length(config.position_encoding["type"])
+        raise _made_for_its_length(kind)
     share_parameters(model, twin)
-    ours, theirs = _within_encodings(twin), _within_encodings(model)
+    ours, theirs = encodings_in(twin), encodings_in(model)
     shared = dict[int, torch.Tensor]()  # by ID, because layers can share tensors
     for path in ours.keys() & theirs.keys():
         module, other = ours[path], theirs[path]
@@ -291,15 +299,10 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
             module.load_from_shorter(other, asked)
         shared |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}
     if any(parameter.is_meta for module in ours.values() for parameter in module.parameters()):
-        raise _made_for_its_length(config.position_encoding["type"])
+        raise _made_for_its_length(kind)
     with marked_as_loaded(shared.values()):
         initialize_missing(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
-
-
-def _within_encodings(model: nn.Module) -> dict[str, Any]:
-    """Path -> module, for all encodings in a model and their submodules."""
-    return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
 
 
 def _sizes(model: nn.Module) -> dict[str, torch.Size]:

@@ -8,8 +8,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.components.component import is_transformers
-from hf_posenc.architectures.structure import is_patched
+from hf_posenc.architectures.structure import is_patched, original_class
 from hf_posenc.configuration import PLACEMENT, PositionSpec
+from hf_posenc.encodings import quoted, short_repr
 from hf_posenc.modeling.derived import PosEncModelMixin, derive
 from hf_posenc.modeling.parameter_sharing import refuse_wrapped, to_derived, to_stock
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
@@ -46,8 +47,7 @@ def patch(
             field. None: no limit for computed encodings, the original length for learned ones.
         submodel: in a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to patch, within
             the base model ("text_model", "language_model", "decoder"). Without it, the error for such a model lists the paths.
-            For different encodings in several submodels that Auto classes create (LLaVA), patch each submodel by itself. Then
-            set it and its config in the composite model and its config.
+            For another encoding in another submodel, patch the patched model again. The order doesn't matter.
         where: in an encoder-decoder model, where the encoding applies: one or more of "encoder", "decoder" (their
             self-attention; the default is both), and "cross" (cross-attention, where the distance is that of the positions in
             both sequences). Other places keep the original positions. A dict sets a separate encoding or other options for each
@@ -77,8 +77,9 @@ def patch(
         )
         return apply_to_sentence_transformer(model, change)
     refuse(model, "patch")
-    refuse_patched(model, "patch")
-    if not is_transformers(type(model)):
+    refuse_patched(model, "patch", submodel)
+    own_class = not is_transformers(original_class(model))
+    if own_class and not isinstance(model, PosEncModelMixin):
         refuse_own_config(model)
     if taken := sorted({"type", *PLACEMENT} & set(options)):
         raise ValueError(
@@ -94,40 +95,72 @@ def patch(
     try:
         return to_derived(model, derive(type(model)), spec, keep_original)
     except UnsupportedModelError as refused:
-        if is_transformers(type(model)):
+        if not own_class:
             raise
         raise refused.of_own_class() from None
 
 
-def unpatch(model: M) -> M:
+def unpatch(model: M, *, submodel: str | None = None) -> M:
     """Restore a model's original class and positions. Parameters are shared, as in `patch`.
 
     The result is bit-identical to the model that was patched. If the patched model was trained, the result combines the trained
     weights with the original positions, and a UserWarning says so.
 
+    Args:
+        model: a patched model, or a SentenceTransformer with one.
+        submodel: in a composite model with several patched submodels, the one to restore. The others stay patched.
+
     Raises:
         ValueError: the model isn't patched, or its original positions weren't kept. The error names the original model.
     """
     if is_sentence_transformer(model):
-        return apply_to_sentence_transformer(model, unpatch)
+        return apply_to_sentence_transformer(model, functools.partial(unpatch, submodel=submodel))
     refuse(model, "unpatch")
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} isn't patched, so there is nothing to restore.")
-    return to_stock(model, type(model).original_class)
+    return to_stock(model, type(model).original_class, None if submodel is None else patched_submodel(model, submodel).submodel)
 
 
-def refuse_patched(model: Any, call: str) -> None:
-    """Raises ValueError for a model that is already patched."""
+def patched_submodel(model: Any, submodel: str | None) -> PositionSpec:
+    """The encoding of a patched model, or of one of its patched submodels.
+
+    Raises ValueError if `submodel` isn't patched, or is None although several are.
+    """
+    known = model.config.position_spec.by_submodel
+    if submodel not in known and (submodel is not None or len(known) > 1):
+        paths = [path for path in known if path is not None]
+        remedy = f"Pass one of {quoted(paths)}." if paths else "Omit submodel, because the whole model is patched."
+        what = f"submodel={short_repr(submodel)} isn't a patched submodel of this {type(model).__name__}."
+        if submodel is None:
+            what = f"Several submodels of this {type(model).__name__} are patched, and submodel is missing."
+        raise ValueError(f"{what} {remedy} The model was not changed.")
+    return known[submodel] if submodel in known else next(iter(known.values()))
+
+
+def refuse_patched(model: Any, call: str, submodel: str | None = None) -> None:
+    """Raises ValueError for a model that is already patched, unless `submodel` is another submodel than the patched ones."""
     if isinstance(model, PosEncModelMixin):
-        spec = model.config.position_spec
-        inner = "" if spec.submodel is None else f" in its {spec.submodel}, and only one submodel can be patched"
+        known = model.config.position_spec.by_submodel
+        there = [spec for path, spec in known.items() if submodel is None or _overlap(submodel, path)]
+        if not there:
+            return
+        spec = there[0]
+        inner = "" if spec.submodel is None else f" in its {spec.submodel}"
         remedy = f"Call hf_posenc.{call}(hf_posenc.unpatch(model), …), or run `hf-posenc unpatch` first."
+        if spec.submodel is not None:
+            restored = f"hf_posenc.unpatch(model, submodel={spec.submodel!r})"
+            remedy = f"Call hf_posenc.{call}({restored}, …), or choose another submodel."
         if spec.original is None:
             remedy = (
                 "It was created from scratch or by from_v4, so it has no original positions. Start from the checkpoint that "
                 "it was created from, and distill that with this model as the --teacher of hf_posenc.training.distill."
             )
         raise ValueError(f"This model already has the {spec.type!r} encoding{inner}. {remedy}")
+
+
+def _overlap(path: str, other: str | None) -> bool:
+    """Whether one of two submodels contains the other. None is the whole model."""
+    return other is None or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def refuse_own_config(model: Any) -> None:

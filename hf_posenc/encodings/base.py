@@ -35,6 +35,7 @@ RESERVED = {
     "where",
     "keep_original",
     "submodel",
+    "submodels",
 }
 """Names that neither an encoding nor an option may have."""
 

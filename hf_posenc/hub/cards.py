@@ -99,7 +99,7 @@ def model_card(
         **metadata,
         library_name="transformers",
         pipeline_tag=TASKS[auto][1] if auto and model.main_input_name == "input_ids" else None,
-        tags=["hf-posenc", *dict.fromkeys(report.encoding.split("+"))],
+        tags=["hf-posenc", *dict.fromkeys(name for each in _parts(report).values() for name in each.encoding.split("+"))],
         datasets=[dataset["id"] for dataset in measured["training"]["datasets"] if dataset["id"]] or None,
         metrics=list(dict.fromkeys(result["metric"] for result in own)) or None,
         model_name=name if own else None,
@@ -168,9 +168,15 @@ def _remote_auto_class(model: PreTrainedModel) -> str | None:
     return min(found, key=lambda auto: auto not in TASKS, default=None)
 
 
+def _parts(report: Report) -> dict[str, Report]:
+    """The report on each patched submodel, or the report on the model."""
+    return report.submodels or {"": report}
+
+
 def _unit(model: PreTrainedModel) -> str:
     """What the patched encoder or decoder counts as positions: "tokens", "patches", or "positions"."""
-    stack: Any = next(filter(is_patched, model.modules()), model)
+    stacks: Any = filter(is_patched, model.modules())
+    stack = min(stacks, key=lambda each: each.main_input_name != "input_ids", default=model)
     names = {"input_ids": "tokens", "inputs_embeds": "tokens", "pixel_values": "patches"}
     return names.get(stack.main_input_name, "positions")
 
@@ -187,8 +193,9 @@ def _length(model: PreTrainedModel, report: Report) -> str:
     return f"a maximum length of {report.max_length:,} {_unit(model)}"
 
 
-def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -> list[str]:
-    lines, encodings = [f"- class: `{report.model_class}`"], encoding_class(report.encoding).component_classes()
+def _encoding(model: PreTrainedModel, report: Report) -> list[str]:
+    """The list items about an encoding."""
+    lines, encodings = list[str](), encoding_class(report.encoding).component_classes()
     for name, encoding in encodings.items():
         options = report.options if len(encodings) == 1 else report.options.get(name, {})
         said = [f"`{key}={value!r}`" for key, value in options.items()]
@@ -202,8 +209,15 @@ def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -
         lines.append(f"- `{mechanism}` in `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
     if report.where:
         lines.append(f"- applied in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
+    return lines
+
+
+def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -> list[str]:
+    lines = [f"- class: `{report.model_class}`"]
+    for path, each in _parts(report).items():
+        lines += [f"- submodel `{path}` (`{each.encoding}`)"] * bool(path) + _encoding(model, each)
     spec = getattr(model.config, "position_spec", None)
-    if spec is not None and spec.submodel:
+    if spec is not None and spec.submodel and not report.submodels:
         lines.append(f"- only in the submodel `{spec.submodel}`")
     lines.append("- maximum length: " + ("no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"))
     lines += [f"- ignored: {note}" for note in report.ignored]
@@ -221,9 +235,8 @@ def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -
 
 
 def _citation(report: Report) -> list[str]:
-    papers = dict.fromkeys(
-        paper for encoding in encoding_class(report.encoding).component_classes().values() for paper in encoding.paper
-    )
+    known = [encoding_class(each.encoding).component_classes() for each in _parts(report).values()]
+    papers = dict.fromkeys(paper for classes in known for encoding in classes.values() for paper in encoding.paper)
     papers_of = [f"The encoding is from {', '.join(f'<{paper}>' for paper in papers)}."] if papers else []
     return ["## Citation", "", " ".join([*papers_of, f"The model was made with [hf-posenc]({REPOSITORY})."])]
 
@@ -232,7 +245,7 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
     load = f'model = {auto or report.model_class}.from_pretrained("{repo_id}")'
     ways = [("", "python", [f"from transformers import {auto or report.model_class}", "", load])]
     if hasattr(model.config, "position_encoding"):
-        users = [cls.__name__ for cls in user_classes(report.encoding)]
+        users = [cls.__name__ for each in _parts(report).values() for cls in user_classes(each.encoding)]
         also = f"  # also import {', '.join(users)}" if users else ""
         package = [f"import hf_posenc{also}", f"from transformers import {auto}"]
         package = package if auto else [f"from hf_posenc import {report.model_class}"]

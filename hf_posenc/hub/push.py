@@ -139,7 +139,8 @@ def push_to_hub(
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
         if offline:
-            modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
+            reports = report.submodels.values() or [report]
+            modules = sorted({cls.__module__ for each in reports for cls in user_classes(each.encoding)})
             commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
             logger.warning(
                 "Nothing was uploaded (offline). %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -99,8 +100,9 @@ class PosEncConfigMixin(EncodingConfigMixin):
         with contextlib.suppress(ValueError, AttributeError):  # no model can be built from this config
             host = getattr(sys.modules[__name__], name).original_class
             model = build_on_meta(host, stock_config(self, host))
-            inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
-            setattr(self, specs.PLAN, [plan.to_dict() for plan in detection.plan_of(detection.find_all(inner, spec.where))])
+            parts = structure.patched_parts(model, spec)
+            plans = {own.submodel: detection.plan_of(detection.find_all(inner, own.where)) for inner, own in parts}
+            specs.write_plans(self, plans)
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
@@ -197,22 +199,27 @@ class PosEncModelMixin(EncodingModelMixin):
                 "To give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)."
             )
         spec = self.config.position_spec
-        inner = structure.part(self, spec.submodel)
-        stacks = {id(found.stack): found for found in self._stacks(inner, spec).values()}
-        within = {id(module) for module in inner.modules()}
+        stacks, within = dict[int, structure.Structure](), dict[int, specs.PositionSpec]()
+        parts = structure.patched_parts(self, spec)
+        if absent := [str(path) for path in spec.by_submodel if path not in [own.submodel for _, own in parts]]:
+            ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
+            self._keys_to_ignore_on_load_unexpected = [*ignored, *(rf"(^|\.){re.escape(path)}\." for path in absent)]
+        for inner, own in parts:
+            stacks |= {id(found.stack): found for found in self._stacks(inner, own).values()}
+            within |= dict.fromkeys(map(id, inner.modules()), replace(own, submodel=None))
         models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
-            # A model around the submodel becomes derived if its config class is this model's, as the base model's is.
+            # A model around a submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
             if ours and any(id(part) in stacks for part in module.modules()):
                 # DETR's encoder has the whole model's config, which has the encoding already.
                 if id(module) in within and module is not self and type(module.config) is not type(self.config):
                     module.config.__class__ = derive(type(module.config))
-                    specs.write(module.config, replace(spec, submodel=None))
+                    specs.write(module.config, within[id(module)])
                 module.__class__ = derive(type(module))
                 _compat.record_outputs(module)  # by class: __init__ registered the original class
                 if id(module) in stacks:
-                    _install(stacks[id(module)], replace(spec, submodel=None))
+                    _install(stacks[id(module)], within[id(module)])
                 module._token_stack = () if id(module) in stacks else _token_stack_of(module, stacks.values())
                 if module is not self:
                     module.original_class.post_init(module)
@@ -226,7 +233,7 @@ class PosEncModelMixin(EncodingModelMixin):
 
         Raises ValueError if a plan doesn't fit and hf-posenc is missing, or if the config records no other version.
         """
-        if plans := specs.plans_of(self.config):
+        if plans := specs.plans_of(self.config, spec.submodel):
             try:
                 return structure.planned_in(inner, plans, spec.where)
             except ValueError as misfit:
@@ -324,7 +331,7 @@ class PosEncModelMixin(EncodingModelMixin):
         """The position IDs that `generate` creates by default, counted as the original model counts them (RoBERTa: from 2)."""
         if self.config.position_spec.submodel is not None and not self._token_stack:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-        stack: Any = next(filter(structure.is_patched, self.modules()))
+        stack: Any = next(iter(self._token_stack), None) or next(filter(structure.is_patched, self.modules()))
         # The original model's method isn't called, because it may turn them into positions in images.
         ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
         return ids + stack.posenc_state.inputs.offset
@@ -467,6 +474,13 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     """Install an encoding in one stack, with the modules that calibration and `unpatch` need."""
     own, across, geometry = acting_in(found, spec)
+    limit = found.length_if_disabled
+    if limit is not None and (geometry.max_length or 0) > limit:
+        raise ValueError(
+            f"max_length={geometry.max_length} is above {limit}, the number of rows of a registered tensor of "
+            f"{type(found.stack).original_class.__name__}, which still adds zeros of that shape. Pass at most {limit}. Or "
+            "compute the number of rows from config.max_position_embeddings. The model was not changed."
+        )
     if own is not None:
         install(found, own, geometry)
     if across is not None:

@@ -36,6 +36,8 @@ def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | 
     geometry = structure.geometry(spec.max_length if own is None else own.pass_length, spec.inject)
     if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
         geometry = replace(geometry, max_length=structure.usable_length)
+    if own is not None and geometry.max_length is None:
+        geometry = replace(geometry, max_length=structure.length_if_disabled)
     return own, across, geometry
 
 

@@ -70,10 +70,50 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
 
 
 def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
-    """Create a patched model of the class `derived` from an original one. `model` doesn't change, and nothing is calibrated.
+    """Create a patched model of the class `derived` from an original one, or from one with other patched submodels.
+
+    `model` doesn't change, and nothing is calibrated.
 
     Raises ValueError (UnsupportedModelError) if the encoding can't be installed in it.
     """
+    config = copy.deepcopy(model.config)
+    already = specs.read(config).by_submodel if hasattr(config, "position_spec") else {}
+    plans: dict[str | None, Iterable[specs.StackPlan]] = {path: specs.plans_of(config, path) for path in already}
+    added = dict[str | None, PositionSpec]()
+    stacks: list[structure.Structure] = []
+    for path, each in spec.by_submodel.items():
+        found, added[path] = _fitted(model, each, keep_original)
+        plans[path] = detection.plan_of(found)
+        encoding_checks.check(found.values(), added[path])
+        stacks += found.values()
+    combined = PositionSpec.joined({**already, **added}.values())
+    specs.change_class(config, derived.config_class)
+    specs.write(config, combined)
+    specs.write_plans(config, {path: plans[path] for path in combined.by_submodel})
+    rows = specs.length_of(model.config)
+    if combined.max_length is not None and rows is not None and combined.replaces_all:
+        setattr(config, LENGTH_FIELD, combined.max_length + stacks[0].offset)
+        config.check_size()
+    patched = build_on_meta(derived, config, like=model)
+    share_parameters(model, patched)
+    share_encodings(model, patched)
+    like = next(next(iter(stacks[0].attentions.values())).parameters())
+    before = encodings_in(model)
+    new = {path: module for path, module in encodings_in(patched).items() if path not in before}
+    for path, module in new.items():
+        if path.endswith("posenc") and isinstance(module, PositionEncoding):
+            owner = patched.get_submodule(path.removesuffix("posenc").rstrip("."))
+            placed(module.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
+    initialize_missing(module for module in new.values() if isinstance(module, PositionEncoding))
+    of_stock = {id(found.stack): found for found in stacks}
+    for name, stack in patched.named_modules():
+        if structure.is_patched(stack) and (original := of_stock.get(id(model.get_submodule(name)))):
+            _copy_positions(original, stack)
+    return patched
+
+
+def _fitted(model: Any, spec: PositionSpec, keep_original: bool) -> tuple[dict[str, structure.Structure], PositionSpec]:
+    """The stacks of an original model, or of a submodel, for an encoding, and its spec with facts about the original model."""
     inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
     try:
         found = detection.find_all(inner, spec.where)
@@ -86,32 +126,13 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     if spec.max_length is None:
         acting = [(found, spec.encoding_for(found.role) if spec.where else spec) for found in stacks]
         sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
-        lengths = {found.usable_length for found in sized}
+        lengths = {found.usable_length for found in sized} | {found.length_if_disabled for found, own in acting if own} - {None}
         # Stacks with different lengths keep separate lengths.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
     kept = keep_original or not any(found.saved_shapes(rows) for found in stacks)
     host = OriginalSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
-    config = copy.deepcopy(model.config)
-    specs.change_class(config, derived.config_class)
-    specs.write(config, replace(spec, original=host, calibration=None))
-    setattr(config, specs.PLAN, [plan.to_dict() for plan in detection.plan_of(found)])
-    if spec.max_length is not None and rows is not None and spec.replaces_all:
-        setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
-        config.check_size()
-    encoding_checks.check(stacks, spec)
-    patched = build_on_meta(derived, config, like=model)
-    share_parameters(model, patched)
-    like = next(next(iter(stacks[0].attentions.values())).parameters())
-    for owner in patched.modules():
-        if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
-            placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
-    initialize_missing(module for module in patched.modules() if isinstance(module, PositionEncoding))
-    of_stock = {id(found.stack): found for found in stacks}
-    for name, stack in patched.named_modules():
-        if structure.is_patched(stack):
-            _copy_positions(of_stock[id(model.get_submodule(name))], stack)
-    return patched
+    return found, replace(spec, original=host, calibration=None)
 
 
 def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
@@ -139,30 +160,41 @@ def _copy_positions(found: structure.Structure, stack: Any) -> None:
                 kept.copy_(found.stack.get_parameter(key))
 
 
-def to_stock(model: Any, stock: Any) -> Any:
+def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
     """Convert a patched model to its original class, `stock`, with its original positions.
 
-    Raises ValueError if they weren't kept. Warns if the weights have changed since the model was patched.
+    submodel: the only submodel to convert. If others stay patched, so does the class.
+
+    Raises ValueError if the original positions weren't kept. Warns if the weights have changed since the model was patched.
     """
     spec = specs.read(model.config)
-    host, submodel, where = spec.original, spec.submodel, spec.where
-    if host is None:
-        raise ValueError(
-            "This model can't be unpatched: it was created with its encoding, from scratch or by from_v4, so it has no "
-            f"original positions to restore. Create a new {stock.__name__} instead."
-        )
-    if not host.kept:
-        base = repr(host.name_or_path) if host.name_or_path else "the model it was made from"
-        raise ValueError(
-            f"This model can't be unpatched: its original positions were not kept. Take them from {base}, or patch with "
-            "keep_original=True. The model was not changed."
-        )
-    unpatched = build_on_meta(stock, stock_config(model.config, stock), model.dtype, model)
+    gone = spec.by_submodel if submodel is None else {submodel: spec.by_submodel[submodel]}
+    for each in gone.values():
+        if each.original is None:
+            raise ValueError(
+                "This model can't be unpatched: it was created with its encoding, from scratch or by from_v4, so it has no "
+                f"original positions to restore. Create a new {stock.__name__} instead."
+            )
+        if not each.original.kept:
+            base = repr(each.original.name_or_path) if each.original.name_or_path else "the model it was made from"
+            raise ValueError(
+                f"This model can't be unpatched: its original positions were not kept. Take them from {base}, or patch with "
+                "keep_original=True. The model was not changed."
+            )
+    left = {path: each for path, each in spec.by_submodel.items() if path not in gone}
+    config = copy.deepcopy(model.config) if left else stock_config(model.config, stock)
+    if left:
+        specs.write(config, PositionSpec.joined(left.values()))
+        specs.write_plans(config, {path: specs.plans_of(config, path) for path in left})
+    unpatched = build_on_meta(type(model) if left else stock, config, model.dtype, model)
     share_parameters(model, unpatched)
+    share_encodings(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
     restored = set()
     for name, stack in model.named_modules():
-        if structure.is_patched(stack) and "original" in stack.posenc._modules:
+        if not structure.is_patched(stack) or structure.is_patched(unpatched.get_submodule(name)):
+            continue
+        if "original" in stack.posenc._modules:
             for key, kept in stack.posenc.original.named_buffers():
                 path, _, parameter = key.rpartition(".")
                 owner = unpatched.get_submodule(name).get_submodule(path)
@@ -173,8 +205,9 @@ def to_stock(model: Any, stock: Any) -> Any:
         if {key, other} <= restored:  # UDOP ties tables of distances
             path, _, parameter = key.rpartition(".")
             unpatched.get_submodule(path).register_parameter(parameter, unpatched.get_parameter(other))
-    inner = unpatched if submodel is None else detection.submodel(unpatched, submodel)
-    if fingerprint(detection.find_all(inner, where).values()) != host.fingerprint:
+    parts = structure.patched_parts(unpatched, spec)
+    stacks = [(each.original, detection.find_all(inner, each.where)) for inner, each in parts if each.submodel in gone]
+    if any(host is not None and fingerprint(found.values()) != host.fingerprint for host, found in stacks):
         warnings.warn(
             "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
             "model combines them with the original positions, so its outputs differ from those of the original.",
@@ -255,7 +288,22 @@ def clone_sharing_parameters(model: PreTrainedModel) -> Any:
     """Rebuild a model from its class and config, with the same parameters. Attributes set on one don't affect the other."""
     twin = build_on_meta(type(model), copy.deepcopy(model.config), like=model)
     share_parameters(model, twin)
+    share_encodings(model, twin)
     return twin
+
+
+def encodings_in(model: nn.Module) -> dict[str, Any]:
+    """Path -> module, for all encodings in a model and their submodules."""
+    return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
+
+
+def share_encodings(source: nn.Module, target: nn.Module) -> None:
+    """Give the encodings that both models have the tensors and attributes of the source's."""
+    theirs = encodings_in(source)
+    for path, module in encodings_in(target).items():
+        if (other := theirs.get(path)) is not None:
+            tensors = {"_parameters": {**other._parameters}, "_buffers": {**other._buffers}}
+            vars(module).update({name: value for name, value in vars(other).items() if name[0] != "_"} | tensors)
 
 
 def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = ()) -> str | None:

@@ -12,8 +12,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures.detection import find_all
-from hf_posenc.architectures.detection import submodel as submodel_of
-from hf_posenc.architectures.structure import is_patched
+from hf_posenc.architectures.structure import is_patched, patched_parts
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.position_ids import longest_input
 from hf_posenc.serialization.tokenizer_files import copied
@@ -52,9 +51,10 @@ def apply_to_sentence_transformer(
     else:
         vars(holder).pop("config_keys", None)
         spec = first.model.config.position_spec if isinstance(first.model, PosEncModelMixin) else None
-        stacks = find_all(model if spec is None or spec.submodel is None else submodel_of(model, spec.submodel)).values()
-        lengths = [found.usable_length for found in stacks if found.usable_length]
-        before = spec.original.max_seq_length if spec is not None and spec.original is not None else None
+        inner = [model] if spec is None else [part for part, _ in patched_parts(model, spec)]
+        lengths = [found.usable_length for each in inner for found in find_all(each).values() if found.usable_length]
+        known = [] if spec is None else [each.original for each in spec.by_submodel.values() if each.original is not None]
+        before = next((original.max_seq_length for original in known if original.max_seq_length is not None), None)
         if before is not None:
             holder.max_seq_length = before
         else:

@@ -106,9 +106,9 @@ def _planned(config: Any) -> list[str]:
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
     needed |= {f"{PACKAGE}.attention.known_models"} if any(plan.custom_attentions for plan in plans) else set()
     needed |= set() if all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
-    calibrated = plans and config.position_spec.calibration is not None
-    needed |= {f"{PACKAGE}.architectures.contributions"} if calibrated else set()
-    needed |= {f"{PACKAGE}.modeling.windows"} if plans and config.position_spec.windows is not None else set()
+    specs = config.position_spec.by_submodel.values() if plans else ()
+    needed |= {f"{PACKAGE}.architectures.contributions"} if any(each.calibration for each in specs) else set()
+    needed |= {f"{PACKAGE}.modeling.windows"} if any(each.windows for each in specs) else set()
     return sorted(needed)
 
 

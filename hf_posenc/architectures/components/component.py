@@ -129,6 +129,10 @@ class PositionComponent(abc.ABC):
         """The original model's maximum length in tokens. None for no limit."""
         return None
 
+    def length_if_disabled(self, config: Any) -> int | None:
+        """The maximum length in tokens of a model in which this component is disabled. None for no limit."""
+        return None
+
     def trained_length(self, config: Any) -> int | None:
         """The length in tokens that these positions were trained for. It differs from the maximum if a rule extends them."""
         return self.usable_length(config)

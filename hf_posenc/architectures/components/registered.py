@@ -1,5 +1,6 @@
 """Positional components of custom classes with other names and forms, which the user registers."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,8 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     if module is not None and each.disabled_output is not None:
         return RegisteredModule(each.path, module, each.disabled_output)
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.disabled_output is None:
-        return RegisteredParameter(each.path, around, count_extra_tokens(modules), stack.config)
+        found = RegisteredParameter(each.path, around, count_extra_tokens(modules), stack.config)
+        return found if found.axis is not None else FixedParameter.at(each.path, stack, modules)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) refers to {what} in this {type(stack).__name__}. Register an "
@@ -99,12 +101,14 @@ class RegisteredTable(PositionTable):
 
 
 class RegisteredParameter(PositionParameter):
-    """A parameter or buffer of vectors that the model adds. The size of one axis may be the config's LENGTH_FIELD."""
+    """A parameter or buffer of vectors that the model adds. The size of one axis is the config's LENGTH_FIELD."""
 
     def __init__(self, path: str, around: nn.Module, extra_tokens: tuple[int, int], config: Any) -> None:
         super().__init__(path, around, extra_tokens, (path.rpartition(".")[0], around))
-        length = getattr(config, LENGTH_FIELD, None)
-        self.axis = next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
+        self.axis = self._axis(getattr(config, LENGTH_FIELD, None))
+
+    def _axis(self, length: int | None) -> int | None:
+        return next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
 
     at = classmethod(_at)
 
@@ -120,11 +124,28 @@ class RegisteredParameter(PositionParameter):
     def usable_length(self, config: Any) -> int | None:
         return super().usable_length(config) if self.axis is None else getattr(config, LENGTH_FIELD)
 
+    def length_if_disabled(self, config: Any) -> int | None:
+        # The model adds zeros of the same shape. Only the number of rows of one table is known to be a number of tokens.
+        if self.axis is None and math.prod(self.shape[:-2]) > 1:
+            return None
+        return self.usable_length(config)
+
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         kept = super().saved_shapes(rows)
         if self.axis is None or rows is None:
             return kept
         return {path: (*shape[: self.axis], rows, *shape[self.axis + 1 :]) for path, shape in kept.items()}
+
+
+class FixedParameter(RegisteredParameter):
+    """A parameter or buffer of vectors whose size doesn't depend on the config's LENGTH_FIELD, even if they are equal."""
+
+    def _axis(self, length: int | None) -> None:
+        return None
+
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+        return cls(path, modules[path.rpartition(".")[0]], count_extra_tokens(modules), stack.config)
 
 
 class RegisteredModule(PositionComponent):
