@@ -20,7 +20,7 @@ from hf_posenc import _compat
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
 
 FORWARD_QUERIES, FEWEST_QUERIES = 1024, 192
-"""The maximum and minimum numbers of queries in a block of the forward pass. SDPA is slower with fewer than 768, and than 192."""
+"""The maximum and minimum numbers of queries in a block of the forward pass. SDPA is slower below 768, and again below 192."""
 FORWARD_ELEMENTS = 2**22
 """The approximate maximum number of elements in the bias of one head. Blocks have fewer queries to stay below it."""
 THREAD_ELEMENTS = 2**20

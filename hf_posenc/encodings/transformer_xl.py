@@ -43,22 +43,27 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         weight, content, position = (each.to(query.dtype) for each in (self.weight, self.content, self.position))
-        query = query + position[:, None]
+        query = (query + position[:, None]) * context.scaling
         # A single query needs one vector per key, and its product with W is cheaper.
         by_distance = self._by_distance if context.is_contiguous and query.shape[2] > 1 else self._by_position
-        bias = by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3))
-        return bias * context.scaling
+        return by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3)) * context.scaling
 
     def _by_distance(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
         """q · W R, `[B, H, Q, K]`, from one vector W R per distance of contiguous tokens."""
         queries, first = query.shape[2], context.first_key
 
-        def compute() -> Tensor:
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
             # One column more than there are keys, for the shape below.
             distance = torch.arange(1 - queries, keys + 1, device=query.device) + (first - context.past)
-            return torch.cat(self._waves(-distance), dim=-1)
+            return distance + keys, *self._waves(torch.arange(keys + 1, device=query.device))
 
-        vectors = self._once("distances", compute, context).to(query.dtype) @ weight.transpose(1, 2)
+        index, sines, cosines = self._once("distances", compute, context)
+        # Sines are odd and cosines even, so that products for distances 0, 1, …, K suffice. None is greater than K.
+        odd, even = (
+            waves.to(query.dtype) @ half.transpose(1, 2)
+            for waves, half in zip((sines, cosines), weight.chunk(2, dim=-1), strict=True)
+        )
+        vectors = torch.cat([(even + odd).flip(1), (even - odd)[:, 1:]], dim=1)[:, index]
         products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K]: the keys of query i start at column Q - 1 - i
         width = queries + keys - 1
         rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
