@@ -144,6 +144,21 @@ def to_stock(model: Any, stock: Any) -> Any:
 
     Raises ValueError if they weren't kept. Warns if the weights have changed since the model was patched.
     """
+    unpatched, found = restored(model, stock)
+    if found != specs.read(model.config).original.fingerprint:  # type: ignore[union-attr]
+        warnings.warn(
+            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
+            "model combines them with the original positions, so its outputs differ from those of the original.",
+            stacklevel=3,
+        )
+    return unpatched
+
+
+def restored(model: Any, stock: Any) -> tuple[Any, str]:
+    """The model of its original class, `stock`, with its original positions, and the fingerprint of its body.
+
+    Raises ValueError if they weren't kept.
+    """
     spec = specs.read(model.config)
     host, submodel, where = spec.original, spec.submodel, spec.where
     if host is None:
@@ -174,13 +189,7 @@ def to_stock(model: Any, stock: Any) -> Any:
             path, _, parameter = key.rpartition(".")
             unpatched.get_submodule(path).register_parameter(parameter, unpatched.get_parameter(other))
     inner = unpatched if submodel is None else detection.submodel(unpatched, submodel)
-    if fingerprint(detection.find_all(inner, where).values()) != host.fingerprint:
-        warnings.warn(
-            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
-            "model combines them with the original positions, so its outputs differ from those of the original.",
-            stacklevel=3,
-        )
-    return unpatched
+    return unpatched, fingerprint(detection.find_all(inner, where).values())
 
 
 def stock_config(config: Any, stock: Any) -> Any:
@@ -288,11 +297,14 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
             yield name, module
 
 
-def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = ()) -> None:
+def share_parameters(
+    source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = (), resized: bool = False
+) -> None:
     """Give `target` all parameters and buffers that both models have in common, and the settings of the source's modules.
 
-    rebuilt: the paths of modules that stay as the target's config creates them, and may already have parameters. If there are
-        any, numbers that follow from the config (a scaling by the RoPE factor) also stay the target's.
+    rebuilt: the paths of modules that stay as the target's config creates them, and may already have parameters.
+    resized: whether the configs describe other sizes. If so, or if there are rebuilt modules, numbers that follow from the
+        config (a scaling by the RoPE factor) stay the target's.
 
     Raises ValueError if `source` no longer matches its config.
     """
@@ -303,7 +315,9 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
         )
     theirs = dict(source.named_modules(remove_duplicate=False))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
-    before = dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt else {}
+    before = (
+        dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt or resized else {}
+    )
     for name, module in target.named_modules():
         if name in theirs:
             module.training = theirs[name].training
