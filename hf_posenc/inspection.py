@@ -75,9 +75,9 @@ class Report:
         if self.where:
             rows.append(("parts", ", ".join(f"{name} ({kind})" for name, kind in self.where.items())))
         if found := self.calibration:
-            where = f"{found.held_out} held-out texts" if found.held_out else "the same texts"
+            where = f"{found.held_out} held-out inputs" if found.held_out else "the same inputs"
             rows += [
-                ("calibrated on", f"{found.texts} texts of up to {found.length} tokens, {found.tokens:,} in total"),
+                ("calibrated on", f"{found.texts} inputs of up to {found.length} tokens, {found.tokens:,} in total"),
                 ("divergence", f"{_listed(found.kl_before)} before, {_listed(found.kl_after)} after (attention, by layer)"),
                 ("cosine", f"{found.agreement_before:.3f} before, {found.agreement:.3f} after (hidden states of {where})"),
             ]
