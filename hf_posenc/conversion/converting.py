@@ -76,7 +76,8 @@ def convert(
             report says so. Fewer texts are sufficient if each distance has enough pairs of tokens.
         inputs: for image and audio encoders, instead of texts: batches as a processor returns them (`pixel_values`,
             `input_features`, or `input_values`), without padding. The first `calibration_texts` calibrate, and the next eight
-            measure the agreement.
+            measure the agreement. Calibration alone doesn't restore the quality of image models with position embeddings, so
+            train them afterwards.
         tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. Its
             model_max_length becomes the maximum length of the converted model, with a UserWarning.
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
