@@ -106,9 +106,9 @@ class Report:
         if self.where and not self.places:
             rows.append(("parts", ", ".join(f"{name} ({kind})" for name, kind in self.where.items())))
         if found := self.calibration:
-            where = f"{found.held_out} held-out texts" if found.held_out else "the same texts"
+            where = f"{found.held_out} held-out inputs" if found.held_out else "the same inputs"
             rows += [
-                ("calibrated on", f"{found.texts} texts of up to {found.length} tokens, {found.tokens:,} in total"),
+                ("calibrated on", f"{found.texts} inputs of up to {found.length} tokens, {found.tokens:,} in total"),
                 *self._divergences(found),
                 ("cosine", f"{found.agreement_before:.3f} before, {found.agreement:.3f} after (hidden states of {where})"),
             ]

@@ -24,6 +24,12 @@ def argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
+def required_arguments(module: nn.Module) -> list[str]:
+    """The arguments of a module's forward method that have no default."""
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [each.name for each in arguments if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
 def token_argument(module: nn.Module) -> str:
     """The name of a module's argument for token IDs."""
     return next((TOKENS_AS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in TOKENS_AS), "input_ids")

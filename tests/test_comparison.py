@@ -75,7 +75,7 @@ def test_a_command(folder, tmp_path, launch, monkeypatch):
     assert torch.equal(made.get_parameter(head), expected.get_parameter(head))
     assert not torch.equal(made.get_parameter(body), expected.get_parameter(body))
     words = re.sub(r"[\s│]+", " ", said)
-    assert "calibrated on: 24 texts of up to 24 tokens" in words and "8 held-out texts" in words
+    assert "calibrated on: 24 inputs of up to 24 tokens" in words and "8 held-out inputs" in words
     assert f"40 questions: a sentence from beyond its first {LENGTH} tokens finds its text" in words
     ways = ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated", "trained")
     assert all(f" {way} " in words for way in ways)
@@ -90,7 +90,7 @@ def test_with_questions_of_ones_own(folder, tmp_path):
     assert "MRR" not in said
     amount = ("--calibration-texts", 9, "--calibration-length", 20, "--no-compare")
     said = run("convert", folder / "bert", "t5", *given, *amount, "--output-dir", tmp_path / "few")
-    assert "9 texts of up to 20 tokens, 180 in total" in re.sub(r"\s+", " ", said)
+    assert "9 inputs of up to 20 tokens, 180 in total" in re.sub(r"\s+", " ", said)
     made, expected = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("other", "out"))
     assert_equal(made, expected)
 

@@ -152,7 +152,7 @@ def test_amount_of_texts():
         _, new = convert("bert", "relative", texts=texts, max_distance=REACH, **dict(asked))
         report = hf_posenc.inspect(new).calibration
         assert (report.texts, report.tokens, report.length) == expected
-        assert f"{expected[0]} texts of up to {expected[2]} tokens, {expected[1]} in total" in str(hf_posenc.inspect(new))
+        assert f"{expected[0]} inputs of up to {expected[2]} tokens, {expected[1]} in total" in str(hf_posenc.inspect(new))
 
 
 def test_padded_texts_are_fitted_as_they_are_alone():
@@ -313,7 +313,7 @@ def test_saved_and_reloaded(tmp_path):
         "assert hf_posenc.inspect(model).calibration.texts == 6\n"
         "print(hf_posenc.inspect(sys.argv[1]))\n"
     )
-    assert "6 texts of up to 24 tokens" in run_python(code, tmp_path)
+    assert "6 inputs of up to 24 tokens" in run_python(code, tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert_equal(first(hf_posenc.unpatch(again)(**batch())), first(model(**batch())))
 
@@ -536,7 +536,7 @@ def test_refuses(texts, words, more):
 def test_refuses_cross_attention_and_other_inputs():
     with pytest.raises(hf_posenc.UnsupportedModelError, match="cross-attention"):
         convert("bart", "relative", max_distance=REACH, where=["encoder", "cross"])
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="WhisperEncoder doesn't read tokens"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="WhisperDecoder.*where='encoder'"):
         convert(tiny("WhisperModel"), "relative", max_distance=REACH, where="decoder")
 
 

@@ -676,7 +676,7 @@ def test_a_part_of_a_model(tmp_path):
         ("llama", 99, "longrope", {"short_factor": [1.0], "long_factor": [2.0]}, "has 1 values, .* 4 rotated pairs"),
         ("T5", 99, "linear", {}, "has no length limit"),
         ("Marian", 99, "linear", {}, "MarianModel has neither"),
-        ("ViT", 99, "linear", {}, "interpolate_pos_encoding=True"),
+        ("ViT", 99, "linear", {}, "pass image_size instead"),
         ("Qwen2VLText", 99, "grouped", {}, "Qwen2VLTextModel"),
         ("Gemma2", 99, "grouped", {}, "caps its scores at 50.0 before a bias is added"),
         ("Phi3", 99, "yarn", {}, "built with rope_parameters.*Choose another method: 'linear'"),

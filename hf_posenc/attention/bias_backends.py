@@ -274,14 +274,15 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     In grouped-query attention, keys may have fewer heads than queries. Extra tokens have a bias of 0.
     """
     total = None
-    query, key = context.strip_extra(query), context.strip_extra(key)  # type: ignore[assignment]
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    whole = query, key
+    query, key = context.strip_extra(query), context.strip_extra(key)  # type: ignore[assignment]
     for encoding in encodings:
         verbs = encoding.mechanisms()
         for term in (
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
-            encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
+            encoding("score_bias", *(whole if encoding.observes else (query, key)), context) if "score_bias" in verbs else None,
         ):
             if term is not None:
                 _check_heads(encoding, term[0], query.shape[1])

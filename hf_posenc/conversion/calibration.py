@@ -33,7 +33,7 @@ from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import active_encodings, adds_score_bias
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 from hf_posenc.modeling.offsets import range_of
-from hf_posenc.modeling.text_batches import real_tokens
+from hf_posenc.modeling.text_batches import Features, real_tokens
 
 MAX_IPF_ROUNDS, MAX_TURNS, IPF_TOLERANCE = 50, 10, 1e-4
 """Maximum number of rounds of proportional fitting, maximum number of turns of several encodings, and the relative error of
@@ -124,13 +124,14 @@ def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
 
     asked: further arguments of the stack.
     """
-    return stack(**batch, use_cache=False, return_dict=True, **asked).last_hidden_state
+    cache = {} if isinstance(batch, Features) else {"use_cache": False}
+    return stack(**batch, **cache, return_dict=True, **asked).last_hidden_state
 
 
 def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
     """Run an original stack on a batch. Its attention implementation must be "eager". Paths are relative to the stack."""
     original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), real_tokens(batch)
-    square = (batch["input_ids"].shape[1],) * 2
+    square = (shown.shape[1],) * 2
 
     def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         tensors = [each for each in output if isinstance(each, Tensor)]
@@ -144,8 +145,11 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
             )
         original.attentions[path].append(found.bfloat16())
 
-    def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # an expert gets only some of the tokens
+    def contributed(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(output, Tensor) and output.shape[:-1] in (
+            shown.shape,
+            (1, *shown.shape[1:]),
+        ):  # an expert gets only some of the tokens
             original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
@@ -273,6 +277,8 @@ class _Calibration:
 class _CallRecorder(PositionEncoding):
     """A part added before an attention's own encodings. It observes each call before their biases are computed."""
 
+    observes = True
+
     def __init__(self, own: PositionEncoding | None, watch: Callable[[Tensor, Tensor, PositionContext], None]) -> None:
         nn.Module.__init__(self)
         self.own, self.watch = own, watch
@@ -326,10 +332,13 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[At
         largest = 0.0
         for encoding, row in rows:
             count, acted = row_count(encoding), [call for call in calls if encoding in call.encodings]
-            texts = [each for call in acted for each in call.numbered()]
-            goal = _total(_by_row(each, shown, row, count).sum(1) for (each, _), shown in texts)  # type: ignore[arg-type]
-            given = [_by_row(log().exp(), shown, row, count) for (_, log), shown in texts]  # type: ignore[arg-type]
+            texts = [(each, shown, call.context.extra_tokens) for call in acted for each, shown in call.numbered()]
+            by_row = partial(_by_row, rows=row, count=count)  # type: ignore[arg-type]
+            goal = _total(by_row(each, shown, extra).sum(1) for (each, _), shown, extra in texts)
+            given = [by_row(log().exp(), shown, extra) for (_, log), shown, extra in texts]
             amounts = _proportional_amounts(goal, given)
+            # Adding a number to all rows changes nothing, so extra tokens keep a bias of 0.
+            amounts = amounts[:, :count] - amounts[:, count:].sum(1, keepdim=True)
             if not encoding.add_to_bias_rows(amounts):
                 return False
             largest = max(largest, float(amounts.abs().max()))
@@ -361,15 +370,20 @@ def row_count(encoding: PositionEncoding) -> int:
     return 0 if ends is None else int(ends.max()) + 1
 
 
-def _by_row(probabilities: Tensor, shown: Tensor, rows: Tensor, count: int) -> Tensor:
+def _by_row(probabilities: Tensor, shown: Tensor, extra: tuple[int, int], *, rows: Tensor, count: int) -> Tensor:
     """Probabilities `[H, Q, L]` of the shown queries, summed by bias row: `[H, Q, R]`.
 
+    extra: number of tokens before and after the others that have no position (of images). They have a row of their own.
     rows: the row of each distance, from the smallest to the largest.
     """
     places = torch.arange(len(shown), device=shown.device)
     middle = len(rows) // 2  # the row of distance 0
-    index = rows[places - places[shown][:, None] + middle].expand(len(probabilities), -1, -1)
-    return probabilities.new_zeros(*index.shape[:2], count).scatter_add_(2, index, probabilities)
+    index = rows[places - places[shown][:, None] + middle]
+    if any(extra):
+        outside = (places < extra[0]) | (places >= len(places) - extra[1])
+        index = index.masked_fill(outside | outside[shown][:, None], count)
+    index = index.expand(len(probabilities), -1, -1)
+    return probabilities.new_zeros(*index.shape[:2], count + any(extra)).scatter_add_(2, index, probabilities)
 
 
 def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> None:

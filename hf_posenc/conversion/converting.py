@@ -27,10 +27,10 @@ from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
-from hf_posenc.modeling.text_batches import Texts, padded, read_rows, real_tokens
+from hf_posenc.modeling.text_batches import Features, Texts, padded, read_features, read_rows, real_tokens
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
-from hf_posenc.signatures import reads_tokens
+from hf_posenc.signatures import argument_names, reads_tokens, required_arguments
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
@@ -46,7 +46,8 @@ def convert(
     model: M,
     encoding: str | dict[str, Any],
     *,
-    texts: Texts,
+    texts: Texts | None = None,
+    inputs: Any = None,
     tokenizer: Any = None,
     max_length: int | None = None,
     exportable: bool = False,
@@ -73,6 +74,10 @@ def convert(
         texts: in-domain strings, or tokenized batches (`input_ids` `[N, L]` and `attention_mask`). The longest of the first
             256 texts are used. Eight others measure the agreement; if there are none, it is measured on the same texts, and the
             report says so. Fewer texts are sufficient if each distance has enough pairs of tokens.
+        inputs: for image and audio encoders, instead of texts: batches as a processor returns them (`pixel_values`,
+            `input_features`, or `input_values`), without padding. The first `calibration_texts` calibrate, and the next eight
+            measure the agreement. Calibration alone doesn't restore the quality of image models with position embeddings, so
+            train them afterwards.
         tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. Its
             model_max_length becomes the maximum length of the converted model, with a UserWarning.
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
@@ -93,7 +98,7 @@ def convert(
         # A function, so that only the copy's tokenizer gets another model_max_length.
         own: Any = model.tokenizer
         own = own.__call__ if tokenizer is None else tokenizer
-        given = {"texts": texts, "tokenizer": own, "max_length": max_length, "exportable": exportable}
+        given = {"texts": texts, "inputs": inputs, "tokenizer": own, "max_length": max_length, "exportable": exportable}
         given |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
         change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
@@ -113,7 +118,7 @@ def convert(
         patched: Any = patch(model, encoding, max_length=max_length, **options)
         by_range = not exportable or _has_learned_positions(_exported(patched))
         amount = calibration_texts, calibration_length
-        return _converted(model, patched, texts, tokenizer, by_range, amount, options.get("submodel"))
+        return _converted(model, patched, (texts, inputs), tokenizer, by_range, amount, options.get("submodel"))
 
 
 def _exported(patched: Any) -> Any:
@@ -133,7 +138,7 @@ def _has_learned_positions(model: Any) -> bool:
 def _converted(
     model: Any,
     patched: Any,
-    texts: Any,
+    data: tuple[Any, Any],
     tokenizer: Any,
     by_range: bool,
     amount: tuple[int, int | None],
@@ -141,6 +146,7 @@ def _converted(
 ) -> Any:
     """Calibrate a patched model, or one of its submodels, against the original.
 
+    data: texts and inputs, of which one is given.
     by_range: whether ranges of positions get separate vectors. amount: the number of texts and their length.
     """
     spec = patched_submodel(patched, submodel)
@@ -150,16 +156,28 @@ def _converted(
             "bias, or patch the model and train it (python -m hf_posenc.training.distill)."
         )
     pairs = _pairs(_twin(model), patched, spec)
+    of_tokens = reads_tokens(pairs[0].found.stack)
+    for name, value, fits in (("texts", data[0], of_tokens), ("inputs", data[1], not of_tokens)):
+        if (value is not None) != fits:
+            wanted = "texts" if of_tokens else f"inputs, which are batches of {pairs[0].found.stack.main_input_name!r}"
+            raise ValueError(
+                f"{name}={short_repr(value)[:100]} doesn't fit {type(model).__name__}, which is calibrated on {wanted}. The "
+                "model was not changed."
+            )
     usable = min((pair.found.usable_length for pair in pairs if pair.found.usable_length is not None), default=None)
-    length = _wanted_length(spec, usable, amount[1])
-    chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), amount[0], length, model.device)
+    if of_tokens:
+        length = _wanted_length(spec, usable, amount[1])
+        chosen, held_out = _batches(data[0], _tokenizer(model, tokenizer), amount[0], length, model.device)
+        for pair in pairs:
+            for batch in filter(None, (chosen, held_out)):
+                check_ids(batch["input_ids"], pair.found.stack.get_input_embeddings(), "texts")
+    else:
+        chosen, held_out = _features(data[1], pairs[0].found.stack, amount)
     for pair in pairs:
-        for batch in filter(None, (chosen, held_out)):
-            check_ids(batch["input_ids"], pair.found.stack.get_input_embeddings(), "texts")
-        if pair.reads_an_encoder:
+        if pair.reads_an_encoder and of_tokens:
             _check_start(pair, chosen["input_ids"])
-        _check_coverage(pair.stack, chosen)
-    report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range else 1)
+        _check_coverage(pair, chosen)
+    report = _calibrated(pairs, chosen, held_out, offsets.range_count(usable) if by_range and of_tokens else 1)
     # Submodels can have their own configs, and the stacks of T5 have copies.
     for part in (patched, *(each for each in pairs[0].patched.modules() if isinstance(each, PosEncModelMixin))):
         whole = part.config.position_spec
@@ -211,13 +229,12 @@ def _pairs(original: Any, patched: Any, spec: Any) -> list[_Pair]:
     pairs = [_Pair(found, patched.get_submodule(path), original, patched) for path, found in stacks.items()]
     pairs.sort(key=lambda pair: pair.found.role != "encoder")
     for pair in pairs:
-        for stack in [pair.found.stack, *([original.get_encoder()] if pair.reads_an_encoder else [])]:
-            if not reads_tokens(stack):
-                raise UnsupportedModelError(
-                    f"{type(stack).__name__} doesn't read tokens, which calibration needs",
-                    reason="no tokens to calibrate on",
-                    remedy="Patch the model, then train it.",
-                )
+        if pair.reads_an_encoder and not reads_tokens(original.get_encoder()):
+            raise UnsupportedModelError(
+                f"{type(pair.found.stack).__name__} reads another input than its encoder, which calibration doesn't support",
+                reason="no tokens to calibrate on",
+                remedy="Convert only the encoder (where='encoder'), or patch the model, then train it.",
+            )
         _refuse_odd_attentions(pair.found)
     if len(pairs) > 1 and not getattr(original.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -331,9 +348,35 @@ def _batches(given: Any, tokenizer: Any, count: int, length: int, device: Any) -
     return padded(chosen, device), padded(others[:HELD_OUT], device)
 
 
-def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
+def _features(given: Any, stack: Any, amount: tuple[int, int | None]) -> tuple[Features, Features]:
+    """The batch of images or audio to calibrate on, and the one to measure on, which may be empty."""
+    if amount[1] is not None:
+        raise ValueError(f"calibration_length={amount[1]} applies to texts. Omit it for images and audio.")
+    name, like = stack.main_input_name, next(stack.parameters())
+    if required_arguments(stack) not in ([], [name]) or name not in argument_names(stack):  # Swin's encoder, SigLIP 2
+        raise UnsupportedModelError(
+            f"{type(stack).__name__} doesn't read only {name}, which calibration needs",
+            reason="other inputs",
+            remedy="Patch the model, then train it.",
+        )
+    rows = read_features(given, name, amount[0] + HELD_OUT).to(like.device, like.dtype)
+    with torch.no_grad():
+        first, again = (calibration.states(stack, Features({name: rows[:1]})) for _ in range(2))
+    if first.ndim != 3 or not torch.equal(first, again):  # MAE drops patches
+        raise UnsupportedModelError(
+            f"{type(stack).__name__} doesn't return the same hidden states [N, L, D] in each call, which calibration needs",
+            reason="hidden states of another form",
+            remedy="Patch the model, then train it.",
+        )
+    batches = Features({name: rows[: amount[0]]}), Features({name: rows[amount[0] :]} if len(rows) > amount[0] else {})
+    for batch in batches:
+        batch.tokens = first.shape[1]
+    return batches
+
+
+def _check_coverage(pair: _Pair, batch: Mapping[str, Tensor]) -> None:
     """Raises ValueError if an encoding has bias rows for distances that too few token pairs have."""
-    sizes = real_tokens(batch).sum(1)
+    stack, sizes = pair.stack, real_tokens(batch).sum(1) - sum(pair.found.extra_tokens)
     length = int(sizes.max())
     distance = torch.arange(1 - length, length)
     pairs = (sizes[:, None].cpu() - distance.abs()).clamp(min=0).sum(0)
@@ -350,9 +393,9 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
             every = torch.arange(-calibration.FARTHEST, last + 1)
             nearest = int(every[encoding.rows(every) == row].abs().min())
             raise ValueError(
-                f"The texts are too short or too few for {encoding.type!r}. {len(sizes)} texts of up to {length} tokens "
+                f"The inputs are too short or too few for {encoding.type!r}. {len(sizes)} inputs of up to {length} tokens "
                 f"(limited by the original model, max_length, and calibration_length) have {least} pairs of tokens at "
-                f"distances from {nearest}, but {ENOUGH} are needed. Pass more or longer texts, a larger max_length or "
+                f"distances from {nearest}, but {ENOUGH} are needed. Pass more or longer inputs, a larger max_length or "
                 "calibration_length, or a smaller max_distance."
             )
 
@@ -386,7 +429,7 @@ def _calibrated(pairs: Sequence[_Pair], batch: dict[str, Tensor], held_out: dict
         kl_after=tuple(round(last, 4) for _, last in divergences),
         agreement_before=round(before, 4),
         agreement=round(after, 4),
-        held_out=len(held_out["input_ids"]) if held_out else 0,
+        held_out=len(next(iter(held_out.values()))) if held_out else 0,
         ranges=ranges,
     )
 

@@ -1,17 +1,18 @@
 """Extends original models with learned position embeddings."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.initialization import guard_torch_init_functions
 
-from hf_posenc import configuration as specs
+from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import is_patched
-from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
-from hf_posenc.encodings import quoted
+from hf_posenc.encodings import global_rng_lock, quoted
 from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, WINDOWS
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
@@ -20,6 +21,8 @@ BESIDE = "positions beside a table"
 """Values of `UnsupportedModelError.reason`."""
 SAME = 1e-3
 """Maximum difference of hidden states between two computations of biases, relative to their standard deviation."""
+ROUNDING = 1e-2
+"""Maximum difference of computed positions from those in a checkpoint, which may be rounded to 16 bits."""
 BIASES = "t5"
 """The encoding of biases that can be used together with position embeddings (MPNet)."""
 
@@ -32,7 +35,7 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
             f"method={asked.method!r} applies to rotary positions, but {name} has learned position embeddings. Choose one of "
             f"{quoted((*STATIC, DYNAMIC))}."
         )
-    longer = dict[str, nn.Parameter]()
+    longer = dict[str, Tensor]()
     for path, found in host.stacks.items():
         for component in found.components:
             if component.verb == "score_bias":  # its buckets may depend on the length
@@ -43,24 +46,68 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
                 )
             if component.learned_table is not None:
                 key, first = component.learned_table
-                old = found.stack.get_parameter(key)
-                rows = torch.cat([old.detach()[:first], asked.interpolate_table(old.detach()[first : first + asked.before])])
-                longer[f"{path}.{key}".lstrip(".")] = nn.Parameter(rows, requires_grad=old.requires_grad)
-    config, own = host.config()
-    if specs.length_of(own) is not None:
-        setattr(own, LENGTH_FIELD, getattr(own, LENGTH_FIELD) + asked.after - asked.before)
+                old = found.stack.get_parameter(key).detach()
+                rows = asked.interpolate_table(old[first : first + asked.before])
+                longer[f"{path}.{key}".lstrip(".")] = torch.cat([old[:first], rows])
+    return with_tables(host.model, host.longer_config(), longer)
+
+
+def with_computed_tables(host: ExtensionTarget) -> Any:
+    """A model of the same class whose computed positions (Marian, Whisper's encoder) continue exactly to the new length.
+
+    None if a table isn't computed, or if the positions are rotations, which a longer input may need at other frequencies.
+    """
+    if any(component.verb == "rotate" for component in host.limiting):
+        return None
+    longer, config = dict[str, Tensor](), host.longer_config()
     twin = build_on_meta(type(host.model), config, like=host.model)
     for path, there in twin.named_parameters():
-        if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
+        old = host.model.get_parameter(path).detach()
+        if there.shape != old.shape:
+            made = [_initialized(twin, path, old) for _ in range(2)]
+            rows = made[0][: len(old)]
+            if not torch.equal(*made) or rows.shape != old.shape or not torch.allclose(rows, old, rtol=0, atol=ROUNDING):
+                return None
+            longer[path] = torch.cat([old, made[0][len(old) :]])
+    found = with_tables(host.model, config, longer)
+    reached = [each.usable_length for name, each in detection.find_all(found).items() if name in host.stacks]
+    return found if all(length is None or length >= host.asked.after for length in reached) else None
+
+
+def _initialized(twin: Any, path: str, like: Tensor) -> Tensor:
+    """The values that a new model has at a path. Those of a computed table are always the same."""
+    owner, _, key = path.rpartition(".")
+    module = twin.get_submodule(owner)
+    module._parameters[key] = made = nn.Parameter(
+        torch.empty(module._parameters[key].shape, dtype=like.dtype, device=like.device), requires_grad=False
+    )
+    with global_rng_lock(), torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
+        for inside in (module, twin.get_submodule(owner.rpartition(".")[0])):  # Whisper's encoder initializes its table
+            twin._init_weights(inside)
+    return made.detach().clone()
+
+
+def with_tables(model: Any, config: Any, tables: Mapping[str, Tensor]) -> Any:
+    """A model of the same class with another config, which has new values of some parameters and shares the others.
+
+    Raises UnsupportedModelError if a parameter doesn't have the shape that the config specifies.
+    """
+    twin = build_on_meta(type(model), config, like=model)
+    for path, there in twin.named_parameters():
+        if (given := tables.get(path, model.get_parameter(path))).shape != there.shape:
             raise UnsupportedModelError(
-                f"{path} of {name} would have shape {[*given.shape]}, but the config specifies {[*there.shape]}",
+                f"{path} of {type(model).__name__} would have shape {[*given.shape]}, but the config specifies "
+                f"{[*there.shape]}",
                 reason=NO_FIELD,
                 remedy="Use an encoding without position embeddings: hf_posenc.patch(model, 'alibi').",
             )
-    for path, parameter in longer.items():
-        module, _, key = path.rpartition(".")
-        twin.get_submodule(module)._parameters[key] = parameter
-    share_parameters(host.model, twin, rebuilt={path.rpartition(".")[0] for path in longer})
+    rebuilt = {path.rpartition(".")[0] for path in tables}
+    for name in rebuilt:
+        module = twin.get_submodule(name)
+        for key in (key for key, parameter in module._parameters.items() if parameter is not None):
+            old = model.get_parameter(path := f"{name}.{key}".lstrip("."))
+            module._parameters[key] = nn.Parameter(tables[path], old.requires_grad) if path in tables else old
+    share_parameters(model, twin, rebuilt, resized=True)
     return twin
 
 

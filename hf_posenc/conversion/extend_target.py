@@ -12,9 +12,13 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
+from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import Geometry, quoted
 from hf_posenc.encodings.table_interpolation import DYNAMIC, WINDOWS, Extension
 from hf_posenc.modeling.encoding_checks import refuse_unwindowed
+
+LENGTHS = {"encoder": "max_source_positions", "decoder": "max_target_positions"}
+"""Role of a stack -> the config field of its length, in configs without LENGTH_FIELD (Whisper)."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,22 @@ class ExtensionTarget:
 
     @classmethod
     def find(
-        cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None
+        cls,
+        model: Any,
+        max_length: int,
+        method: str,
+        settings: dict[str, Any],
+        submodel: str | None,
+        where: str | None = None,
     ) -> "ExtensionTarget":
-        """Raises ValueError for a shorter length, UnsupportedModelError for a model without a length limit."""
-        inner = model if submodel is None else detection.submodel(model, submodel)
-        path = next(name for name, module in model.named_modules() if module is inner)
-        stacks = {f"{path}.{name}".strip("."): found for name, found in detection.find_all(inner).items()}
-        if method in (DYNAMIC, WINDOWS) and getattr(inner.config, "is_encoder_decoder", False):
+        """Raises ValueError for a shorter length, UnsupportedModelError for a model without a length limit.
+
+        where: "encoder" or "decoder". None: both, but only those that read tokens if any do (Whisper's decoder).
+        """
+        inner, path, stacks = find_stacks(model, submodel, where)
+        if where is None and any(found.tokens is not None for found in stacks.values()):
+            stacks = {name: found for name, found in stacks.items() if found.tokens is not None}
+        if where is None and method in (DYNAMIC, WINDOWS) and getattr(inner.config, "is_encoder_decoder", False):
             stacks = {name: found for name, found in stacks.items() if found.role == "encoder"}
         if method == WINDOWS:
             for found in stacks.values():
@@ -75,8 +88,7 @@ class ExtensionTarget:
             f"{type(self.inner).__name__} has neither learned position embeddings of tokens nor only rotary "
             f"positions ({kinds})",
             reason="positions without an extension method",
-            remedy="For computed positions, call hf_posenc.patch(model, 'sinusoidal'). For other image sizes, pass "
-            "interpolate_pos_encoding=True.",
+            remedy="For computed positions, omit the method. For other image sizes, pass image_size instead of max_length.",
         )
 
     @property
@@ -102,10 +114,27 @@ class ExtensionTarget:
     def config(self) -> tuple[Any, Any]:
         """A copy of the model's config, and its part for `inner`. Raises UnsupportedModelError if there is none."""
         whole = copy.deepcopy(self.model.config)
-        return whole, _same_place(self.model.config, whole, self.inner.config, self.path)
+        return whole, same_place(self.model.config, whole, self.inner.config, self.path)
+
+    def longer_config(self) -> Any:
+        """A copy of the model's config with the new length in its fields for it."""
+        whole, own = self.config()
+        names = {LENGTH_FIELD} if specs.length_of(own) is not None else {LENGTHS[found.role] for found in self.stacks.values()}
+        for name in names:
+            if isinstance(getattr(own, name, None), int):
+                setattr(own, name, getattr(own, name) + self.asked.after - self.asked.before)
+        return whole
 
 
-def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
+def find_stacks(model: Any, submodel: str | None, where: str | None = None) -> tuple[Any, str, dict[str, Structure]]:
+    """The submodel to extend, its path, and its stacks by their path in the model."""
+    inner = model if submodel is None else detection.submodel(model, submodel)
+    path = next(name for name, module in model.named_modules() if module is inner)
+    found = detection.find_all(inner, () if where is None else (where,))
+    return inner, path, {f"{path}.{name}".strip("."): each for name, each in found.items()}
+
+
+def same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
     """The config in `copied` at the place where `wanted` is in `config`."""
     if config is wanted:
         return copied

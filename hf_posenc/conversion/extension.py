@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_images import NewSize, with_image_size
 from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
-from hf_posenc.conversion.extend_tables import by_input, with_longer_tables
+from hf_posenc.conversion.extend_tables import by_input, with_computed_tables, with_longer_tables
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patched_submodel, refuse
 from hf_posenc.encodings import (
@@ -31,11 +33,17 @@ from hf_posenc.encodings import (
     quoted,
     short_repr,
 )
-from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, WINDOWS, Extension
+from hf_posenc.encodings.table_interpolation import CUBIC, DYNAMIC, STATIC, WINDOWS, Extension
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.modeling.encoding_checks import refuse_unwindowed
-from hf_posenc.modeling.parameter_sharing import build_on_meta, encodings_in, refuse_wrapped, share_parameters
+from hf_posenc.modeling.parameter_sharing import (
+    build_on_meta,
+    encodings_in,
+    refuse_wrapped,
+    restored,
+    share_parameters,
+)
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.signatures import reads_tokens
 
@@ -43,18 +51,29 @@ M = TypeVar("M", bound=nn.Module)
 METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY, WINDOWS)))
 """The methods of `extend`."""
 TABLES = (*STATIC, DYNAMIC)
+ROLES = ("encoder", "decoder")
 CHOICE = f"for learned tables {quoted(TABLES)}; for rotary positions {quoted(ROTARY)}; for encoders {WINDOWS!r}"
 
 
-def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
-    """Extend a model to inputs of up to `max_length` tokens.
+def extend(
+    model: M,
+    max_length: int | None = None,
+    method: str | None = None,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    submodel: str | None = None,
+    where: str | None = None,
+    **settings: Any,
+) -> M:
+    """Extend a model to inputs of up to `max_length` tokens, or to images of another size.
 
     The result shares all other parameters with `model`, as in `patch`, and `model` itself doesn't change. Set its tokenizer's
     `model_max_length` to the new length. The command `hf-posenc extend` does this, and so does `extend` for a
     SentenceTransformer.
 
-    Without a method, only the maximum length changes. This suits patched models whose encoding is defined at every position.
-    `unpatch` works as before. With a method, positions change:
+    Without a method, only the maximum length changes. This suits patched models whose encoding is defined at every position,
+    and original models with computed positions (Marian, Pegasus, Whisper's encoder), whose tables continue exactly. `unpatch`
+    works as before. With a method, positions change:
 
     Learned position embeddings, of an original model (BERT, RoBERTa, GPT-2, OPT, BART) or of the `learned` encoding. For an
     original model, all methods but "dynamic" and "windows" return a model of the same class, which loads without this package:
@@ -86,13 +105,22 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
                       special tokens are means. If `token_type_ids` mark a first segment, such as a question, each window
                       repeats it.
 
+    For another `image_size`, position embeddings are interpolated over rows and columns, as `interpolate_pos_encoding=True`
+    does in each call (ViT, DeiT, BEiT, CLIP, DINOv2, AST). An original model keeps its class. In a patched model, `learned` and
+    the original position embeddings are interpolated, and other encodings don't change. Set the size of the image processor
+    too.
+
     Args:
         model: a Transformers model, patched or not, a SentenceTransformer with one, a `PositionEmbedding`, or a
             `TokenPositionEmbedding`.
         max_length: new maximum length in tokens, not below the old one. None, without a method: no limit.
         method: see above.
+        image_size: new size in pixels, an integer or height and width, instead of max_length. For AST's spectrograms, mel bins
+            and frames.
         submodel: in a composite model (CLIP), the dotted path of the submodel to extend, as in `patch`. A patched model needs
             it only if several submodels are patched.
+        where: in an original encoder-decoder, "encoder" or "decoder". None: both, in Whisper only the decoder. Its encoder's
+            length is max_source_positions, half of the frames.
         **settings: settings of the method: `keep` of "keep_first"; `window` and `group` of "grouped"; `window`, `stride`,
             `prefix`, and `suffix` of "windows"; parameters of a RoPE rule by their names in Transformers.
 
@@ -102,6 +130,10 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         UnsupportedModelError: a ValueError for an original model whose positions can't be extended.
     """
     _check(max_length, method, settings)
+    if where not in (None, *ROLES):
+        raise ValueError(f"where={short_repr(where)} isn't valid. Choose one of {quoted(ROLES)}, or omit it.")
+    if image_size is not None:
+        return _with_image_size(model, image_size, submodel, (max_length, method, where))
     if is_sentence_transformer(model):
         change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, **settings)
         return apply_to_sentence_transformer(model, change, longer=True)
@@ -113,6 +145,11 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         refuse_wrapped(model, "extend")
         return _extended_layer(model, max_length, method, settings)
     refuse(model, "extend")
+    if where is not None and isinstance(model, PosEncModelMixin):
+        raise ValueError(
+            f"where={short_repr(where)} selects a part of an original model to extend. Omit it for a patched model. The model "
+            "was not changed."
+        )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, patched_submodel(model, submodel), max_length, method, settings)
     if submodel is not None and method is None:
@@ -121,14 +158,56 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
             "model was not changed."
         )
     specs.raise_if_v4_relative(model, "it has no positions to extend")
-    host = None if max_length is None else ExtensionTarget.find(model, max_length, method or STATIC[0], settings, submodel)
+    host = (
+        None if max_length is None else ExtensionTarget.find(model, max_length, method or STATIC[0], settings, submodel, where)
+    )
     if method is None or host is None:
+        if host is not None and (longer := with_computed_tables(host)) is not None:
+            return longer
         raise ValueError(
             f"extend() needs a method for an unpatched {type(model).__name__}: {CHOICE} (see "
             "docs/reference/extend_methods.md). Or switch to an encoding without a length limit: "
             f"hf_posenc.patch(model, 'alibi', max_length={max_length}). The model was not changed."
         )
     return _extended_host(host)
+
+
+def _with_image_size(model: Any, image_size: Any, submodel: str | None, others: tuple[Any, ...]) -> Any:
+    """The model for another image size, patched or original. others: arguments that exclude it."""
+    if any(other is not None for other in others):
+        raise ValueError(
+            f"image_size={short_repr(image_size)} excludes max_length, method, and where. Pass only one of them. The model was "
+            "not changed."
+        )
+    refuse(model, "extend")
+    if not isinstance(model, PosEncModelMixin):
+        return with_image_size(model, image_size, submodel)
+    plans, stacks = specs.plans_of(model.config), [module for module in model.modules() if is_patched(module)]
+    if len(plans) != 1 or len(stacks) != 1 or submodel is not None:
+        raise ValueError(
+            f"image_size={short_repr(image_size)} needs a patched model with one stack, and no submodel. The model was not "
+            "changed."
+        )
+    stack: Any = stacks[0]
+    spec, geometry = specs.read(model.config), stack.posenc.geometry
+    new = NewSize.find(model, stack, plans[0].patch_projection, plans[0].extra_tokens[1], image_size)
+    before, after = math.prod(new.grids.before), math.prod(new.grids.after)
+    asked = Extension(CUBIC, before, after, grids=new.grids)
+    for name, part in spec.encoding.component_classes().items():
+        if part.needs_max_length(geometry):
+            _check_table(name, part, spec.encoding.by_part(dict(spec.options))[name], asked, geometry, True)
+            if spec.max_length != before:
+                raise ValueError(
+                    f"The {name!r} encoding has {spec.max_length} positions, but an image of the current size has {before} "
+                    f"patches. Patch with max_length={before} to extend by image_size. The model was not changed."
+                )
+    specs.write(new.config, replace(spec, max_length=None if spec.max_length is None else after))
+    resized, host = _rebuilt(model, new.config, asked, spec.type), spec.original
+    if host is not None and host.kept and restored(model, type(model).original_class)[1][spec.submodel] == host.fingerprint:
+        # Otherwise, unpatch would report that the interpolated position embeddings have changed.
+        host = replace(host, fingerprint=restored(resized, type(model).original_class)[1][spec.submodel])
+        specs.write(resized.config, replace(specs.read(resized.config), original=host))
+    return resized
 
 
 def _extended_host(host: ExtensionTarget) -> Any:
@@ -283,7 +362,7 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None, kind: str) -> Any
     twin = build_on_meta(type(model), config, like=model)
     if asked is None and _sizes(twin) != _sizes(model):
         raise _made_for_its_length(kind)
-    share_parameters(model, twin)
+    share_parameters(model, twin, resized=asked is not None and asked.grids is not None)
     ours, theirs = encodings_in(twin), encodings_in(model)
     shared = dict[int, torch.Tensor]()  # by ID, because layers can share tensors
     for path in ours.keys() & theirs.keys():
@@ -295,6 +374,11 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None, kind: str) -> Any
                     computed = key in _compat.non_persistent_buffers(other)
                     own[key] = torch.empty_like(tensor) if computed else tensor
                     shared |= {} if computed else {id(tensor): tensor}
+                elif tensor is not None and own.get(key) is not None and "original" in path.split("."):
+                    resized = asked and asked.grids and asked.grids.resize_table(tensor, own[key].shape)
+                    if resized is None:
+                        raise _made_for_its_length("original")
+                    own[key] = resized
         if asked is not None and isinstance(module, PositionEncoding):
             module.load_from_shorter(other, asked)
         shared |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}

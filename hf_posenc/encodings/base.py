@@ -107,6 +107,8 @@ class PositionEncoding(nn.Module):
     translation_invariant: ClassVar[bool | None] = None
     """Whether scores stay the same when all positions of a text shift by the same number. None: True if `distance_bias` is the
     only mechanism."""
+    observes: ClassVar[bool] = False
+    """Whether `score_bias` only observes queries and keys, and therefore gets those of extra tokens, too."""
     causal_only: ClassVar[bool] = False
     """Whether the encoding requires causal attention."""
     reads_content: ClassVar[bool] = True

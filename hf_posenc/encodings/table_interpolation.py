@@ -3,11 +3,13 @@
 Shapes: N rows, M rows of the extended table, D hidden_size. Positions count from 0.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc.encodings.options import check_size, did_you_mean, quoted, short_repr
@@ -24,18 +26,56 @@ KEPT = 20
 
 
 @dataclass(frozen=True)
+class Grids:
+    """Two grids of patches, which are numbered row by row.
+
+    before, after: numbers of rows and columns.
+    behind: number of other tokens after the patches.
+    how: arguments of `torch.nn.functional.interpolate`, if the interpolation of the model isn't bicubic.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    behind: int = 0
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def resize(self, vectors: Tensor) -> Tensor:
+        """Vectors of patches `[..., N, D]` -> `[..., M, D]`, as in Transformers' `interpolate_pos_encoding`, in float32."""
+        return _resized(vectors, self.before, self.after, **{"mode": "bicubic", **self.how})
+
+    def resize_table(self, table: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """A table for the new grid, of this shape. None if the shapes don't agree with both grids.
+
+        Position embeddings are `[..., rows, D]`, with rows of other tokens before and after the patches. BEiT's biases are
+        `[distances + 3, H]`: (2 rows - 1)(2 columns - 1) distances, and three biases of the class token. They are interpolated
+        bilinearly, as in BEiT, whose code supports only squares.
+        """
+        patches, others = math.prod(self.before), table.shape[-2] - math.prod(self.before) if table.ndim > 1 else -1
+        if tuple(shape) == (*table.shape[:-2], math.prod(self.after) + others, table.shape[-1]) and others >= self.behind:
+            before, inside, behind = table.split([others - self.behind, patches, self.behind], dim=-2)
+            return torch.cat([before, self.resize(inside), behind], dim=-2)
+        spans, wider = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (self.before, self.after))
+        sizes = ((math.prod(each) + 3, *table.shape[1:]) for each in (spans, wider))
+        if (tuple(table.shape), tuple(shape)) == tuple(sizes) and spans[0] == spans[1] and wider[0] == wider[1]:
+            return torch.cat([_resized(table[:-3], spans, wider, mode="bilinear"), table[-3:]])
+        return None
+
+
+@dataclass(frozen=True)
 class Extension:
     """The arguments of `extend`.
 
     method: its name.
     before, after: the current and the new maximum length in tokens.
     settings: further arguments by name.
+    grids: for another image size, the grids of patches.
     """
 
     method: str
     before: int
     after: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    grids: Grids | None = None
 
     def windows(self) -> dict[str, int]:
         """The windows of the method "windows": by default as long as the current maximum length, and a quarter overlapping.
@@ -64,6 +104,8 @@ class Extension:
 
     def interpolate_table(self, table: Tensor) -> Tensor:
         """Extends a table `[before, D]` to `[after, D]`. Raises ValueError for a setting that the method doesn't have."""
+        if self.grids is not None:
+            return self.grids.resize(table)
         self.refuse_other_settings(*(("keep",) if self.method == KEEP_FIRST else ()))
         keep = self.settings.get("keep", min(KEPT, len(table) - 1) if self.method == KEEP_FIRST else 0)
         if type(keep) is not int or not 0 <= keep < len(table):
@@ -98,6 +140,14 @@ def interpolate_table(table: Tensor, length: int, method: str, keep: int = 0) ->
     above = (below + 1).clamp(max=len(precise) - 1)
     longer = torch.lerp(precise[below], precise[above], part[:, None])
     return torch.cat([table[:keep], longer.to(table.dtype)])
+
+
+def _resized(vectors: Tensor, before: tuple[int, ...], after: tuple[int, ...], **how: Any) -> Tensor:
+    """Interpolates vectors `[..., rows · columns, D]` to another number of rows and columns."""
+    width = vectors.shape[-1]
+    grid = vectors.float().reshape(-1, *before, width).permute(0, 3, 1, 2)
+    resized = F.interpolate(grid, size=after, align_corners=False, **how).permute(0, 2, 3, 1)
+    return resized.reshape(*vectors.shape[:-2], math.prod(after), width).to(vectors.dtype)
 
 
 def fractions(position: Tensor, rows: int, length: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -222,7 +222,7 @@ def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -
     lines.append("- maximum length: " + ("no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"))
     lines += [f"- ignored: {note}" for note in report.ignored]
     if found := report.calibration:
-        lines.append(f"- calibrated on {found.texts} texts of up to {found.length} tokens")
+        lines.append(f"- calibrated on {found.texts} inputs of up to {found.length} tokens")
     lines.append(f"- parameters: {sum(each.numel() for each in model.parameters()):,}")
     if report.model_class.endswith(("ForSequenceClassification", "ForTokenClassification")):
         names = [str(label) for _, label in sorted(model.config.id2label.items())]

@@ -64,6 +64,6 @@ def install(stack: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         module.register_forward_hook(add)
 
 
-def add(module: Any, args: tuple, output: Tensor) -> Tensor:
+def add(module: Any, args: tuple, output: Any) -> Any:
     """Hook of a module with a MeanOffset. It is a plain function, so that a patched model can be copied and pickled."""
-    return module.posenc(output)
+    return module.posenc(output) if isinstance(output, Tensor) else output

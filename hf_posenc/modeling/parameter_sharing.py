@@ -167,6 +167,22 @@ def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
 
     Raises ValueError if the original positions weren't kept. Warns if the weights have changed since the model was patched.
     """
+    unpatched, found = restored(model, stock, submodel)
+    before = specs.read(model.config).by_submodel
+    if any(host is not None and host.fingerprint != found[path] for path in found for host in [before[path].original]):
+        warnings.warn(
+            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
+            "model combines them with the original positions, so its outputs differ from those of the original.",
+            stacklevel=3,
+        )
+    return unpatched
+
+
+def restored(model: Any, stock: Any, submodel: str | None = None) -> tuple[Any, dict[str | None, str]]:
+    """The model of `to_stock`, and the fingerprints of what was patched in it, by submodel.
+
+    Raises ValueError if the original positions weren't kept.
+    """
     spec = specs.read(model.config)
     gone = spec.by_submodel if submodel is None else {submodel: spec.by_submodel[submodel]}
     for each in gone.values():
@@ -190,7 +206,7 @@ def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
     share_parameters(model, unpatched)
     share_encodings(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
-    restored = set()
+    done = set()
     for name, stack in model.named_modules():
         if not structure.is_patched(stack) or structure.is_patched(unpatched.get_submodule(name)):
             continue
@@ -200,20 +216,13 @@ def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
                 owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
-                restored.add(f"{name}.{key}".lstrip("."))
+                done.add(f"{name}.{key}".lstrip("."))
     for key, other in unpatched.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if {key, other} <= restored:  # UDOP ties tables of distances
+        if {key, other} <= done:  # UDOP ties tables of distances
             path, _, parameter = key.rpartition(".")
             unpatched.get_submodule(path).register_parameter(parameter, unpatched.get_parameter(other))
-    parts = structure.patched_parts(unpatched, spec)
-    stacks = [(each.original, detection.find_all(inner, each.where)) for inner, each in parts if each.submodel in gone]
-    if any(host is not None and fingerprint(found.values()) != host.fingerprint for host, found in stacks):
-        warnings.warn(
-            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
-            "model combines them with the original positions, so its outputs differ from those of the original.",
-            stacklevel=3,
-        )
-    return unpatched
+    parts = ((inner, each) for inner, each in structure.patched_parts(unpatched, spec) if each.submodel in gone)
+    return unpatched, {each.submodel: fingerprint(detection.find_all(inner, each.where).values()) for inner, each in parts}
 
 
 def stock_config(config: Any, stock: Any) -> Any:
@@ -336,11 +345,14 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
             yield name, module
 
 
-def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = ()) -> None:
+def share_parameters(
+    source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = (), resized: bool = False
+) -> None:
     """Give `target` all parameters and buffers that both models have in common, and the settings of the source's modules.
 
-    rebuilt: the paths of modules that stay as the target's config creates them, and may already have parameters. If there are
-        any, numbers that follow from the config (a scaling by the RoPE factor) also stay the target's.
+    rebuilt: the paths of modules that stay as the target's config creates them, and may already have parameters.
+    resized: whether the configs describe other sizes. If so, or if there are rebuilt modules, numbers that follow from the
+        config (a scaling by the RoPE factor) stay the target's.
 
     Raises ValueError if `source` no longer matches its config.
     """
@@ -351,7 +363,9 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
         )
     theirs = dict(source.named_modules(remove_duplicate=False))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
-    before = dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt else {}
+    before = (
+        dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt or resized else {}
+    )
     for name, module in target.named_modules():
         if name in theirs:
             module.training = theirs[name].training

@@ -60,8 +60,50 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(bare) :]
 
 
+class Features(dict[str, Tensor]):
+    """A batch of images or audio without padding, as the one argument of a stack, `[N, …]`.
+
+    tokens: the number of tokens that the stack computes from each.
+    """
+
+    tokens: int
+
+
+def read_features(inputs: Any, name: str, count: int) -> Tensor:
+    """The first `count` images or audio inputs, `[N, …]`, on the CPU.
+
+    inputs: batches as a processor returns them, one batch, or its tensor. name: the argument of the model.
+
+    Raises ValueError for anything else, and for padding.
+    """
+    given = [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs
+    allowed = f"Pass batches as a processor returns them, all of one shape: {{{name!r}: tensor [N, …]}}."
+    if isinstance(given, str) or not (hasattr(given, "__iter__") or hasattr(given, "__getitem__")):
+        raise ValueError(f"inputs={short_repr(inputs)[:100]} isn't a sequence of batches. {allowed}")
+    found: list[Tensor] = []
+    for batch in given:
+        batch = {name: batch} if isinstance(batch, Tensor) else batch
+        values = batch.get(name) if isinstance(batch, Mapping) else None
+        if not isinstance(values, Tensor) or values.ndim < 2 or not values.is_floating_point():
+            raise ValueError(f"inputs contains {short_repr(batch)[:100]}, which isn't supported. {allowed}")
+        for mask in (batch.get(key) for key in (MASK, "pixel_mask")):
+            if mask is not None and not bool(torch.as_tensor(mask).all()):
+                raise ValueError(f"inputs contains padding, which calibration doesn't support. Crop the inputs. {allowed}")
+        if found and found[0].shape[1:] != values.shape[1:]:
+            raise ValueError(f"inputs contains the shapes {[*found[0].shape]} and {[*values.shape]}. {allowed}")
+        found.append(values.detach().cpu())
+        if sum(map(len, found)) >= count:
+            break
+    if not sum(map(len, found)):
+        raise ValueError(f"inputs is empty. Pass about 32 inputs of your domain. {allowed}")
+    return torch.cat(found)[:count]
+
+
 def real_tokens(batch: Batch) -> Tensor:
     """A mask of the tokens in a batch that aren't padding, `[N, L]`."""
+    if isinstance(batch, Features):
+        (values,) = batch.values()
+        return torch.ones(len(values), batch.tokens, dtype=torch.bool, device=values.device)
     mask = batch.get(MASK)
     return torch.ones_like(batch[INPUTS[0]], dtype=torch.bool) if mask is None else mask.bool()
 

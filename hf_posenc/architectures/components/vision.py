@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +18,13 @@ QUERIES = {
     "VideomtForUniversalSegmentation": "query",
 }
 """Class of a stack -> its embedding of query tokens, which are added before the patches between two layers."""
+INTERPOLATED: dict[str, dict[str, Any]] = {
+    "Dinov2WithRegistersEmbeddings": {"antialias": True},
+    "Tipsv2VisionEmbeddings": {"mode": "bilinear", "antialias": True},
+    "DPTViTEmbeddings": {"mode": "bilinear"},
+}
+"""Class of the module with position embeddings -> how Transformers interpolates them for another image size. The others use
+bicubic interpolation without antialiasing."""
 POOLS = re.compile(r"Pool")
 """Matches class names of modules whose extra token only pools the patches after all layers (AIMv2)."""
 
@@ -37,6 +45,12 @@ def count_queries(stack: nn.Module) -> int:
     names = (QUERIES.get(cls.__name__) for cls in type(stack).__mro__)
     table = next((stack._modules[name] for name in names if name is not None), None)
     return table.num_embeddings if isinstance(table, nn.Embedding) else 0
+
+
+def interpolation(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """How position embeddings are interpolated for another image size: arguments of `torch.nn.functional.interpolate`."""
+    names = (type(module).__name__ for module in modules.values())
+    return next((INTERPOLATED[name] for name in names if name in INTERPOLATED), {})
 
 
 def patch_projection(modules: Mapping[str, nn.Module]) -> str | None:
