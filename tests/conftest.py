@@ -17,12 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel on tiny t
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from launcher import Launcher
+from launcher import Launcher, Servers
 from resume import Resume
 
 ROOT = Path(__file__).parents[1]
 WORDS = [f"w{i}" for i in range(56)]
 """With five special tokens, the vocabulary of `models.VOCABULARY` tokens."""
+SHARED = {}
+"""What the process that distributes the tests has sent to this process."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -39,8 +41,15 @@ class ByFileAndHost(LoadFileScheduling):
 
 
 def pytest_configure(config):
+    SHARED.update(getattr(config, "workerinput", {}))
     if os.environ.get("RESUME_FILE"):
         config.pluginmanager.register(Resume(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Processes that run tests share the fork servers of the process that distributes them."""
+    node.workerinput["fork servers"] = _servers().folder
 
 
 @pytest.hookimpl(wrapper=True)
@@ -168,10 +177,15 @@ def said_by_python(code, *arguments, fresh=True, timeout=300, **settings):
 
 
 @functools.cache
+def _servers():
+    servers = Servers()
+    atexit.register(servers.close)
+    return servers
+
+
+@functools.cache
 def _launcher():
-    launcher = Launcher()
-    atexit.register(launcher.close)
-    return launcher
+    return Launcher(SHARED.get("fork servers") or _servers().folder)
 
 
 @pytest.fixture
