@@ -1,4 +1,7 @@
-"""Shared helpers and fixtures."""
+"""Shared helpers and fixtures.
+
+Functions import torch, Transformers, and this package, because the process that distributes the tests needs none of them.
+"""
 
 import atexit
 import functools
@@ -12,22 +15,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel on tiny tensors
 
 import pytest
-import torch
-import transformers
-from tqdm import tqdm
-from transformers import BertTokenizer
 from xdist.scheduler import LoadFileScheduling
 
-import hf_posenc
-import models
-from hf_posenc.encodings.context import CURRENT
-from launcher import Launcher
-from memory import poison_empty
-from models import LENGTH, VOCABULARY
+from launcher import Launcher, Servers
 from resume import Resume
 
 ROOT = Path(__file__).parents[1]
-WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
+WORDS = [f"w{i}" for i in range(56)]
+"""With five special tokens, the vocabulary of `models.VOCABULARY` tokens."""
+SHARED = {}
+"""What the process that distributes the tests has sent to this process."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -44,8 +41,25 @@ class ByFileAndHost(LoadFileScheduling):
 
 
 def pytest_configure(config):
+    SHARED.update(getattr(config, "workerinput", {}))
     if os.environ.get("RESUME_FILE"):
         config.pluginmanager.register(Resume(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Processes that run tests share the fork servers of the process that distributes them."""
+    node.workerinput["fork servers"] = _servers().folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Don't collect garbage during imports."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish():
@@ -60,25 +74,33 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_runtest_setup(item):
-    marker = item.get_closest_marker("gpu")
-    if marker and not torch.cuda.is_available():
-        pytest.skip(*marker.args or ("needs a GPU",))
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip(*marker.args or ("needs a GPU",))
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
+    from memory import poison_empty
+
     poison_empty(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)
 def no_forward_pass_stays_open():
     """Otherwise, layers that are called later, outside of a forward pass, would use its positions."""
+    from hf_posenc.encodings.context import CURRENT
+
     yield
     assert CURRENT.context is CURRENT.outer_call is None
 
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_models_stay_as_they_are():
+    import models
+
     yield
     models.assert_unchanged()
 
@@ -86,6 +108,8 @@ def shared_models_stay_as_they_are():
 @pytest.fixture
 def own_registry(monkeypatch):
     """Encodings that a test registers are removed after it."""
+    import hf_posenc
+
     monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", dict(hf_posenc.PositionEncoding.registered))
 
 
@@ -104,6 +128,8 @@ def minilm():
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory):
     """A tokenizer with a token for each letter and punctuation mark, also within words."""
+    from transformers import BertTokenizer
+
     path = tmp_path_factory.mktemp("letters") / "vocab.txt"
     signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
@@ -113,6 +139,11 @@ def letters(tmp_path_factory):
 @pytest.fixture
 def tokenizer(tmp_path):
     """BERT's tokenizer with a vocabulary of WORDS."""
+    from transformers import BertTokenizer
+
+    from models import LENGTH, VOCABULARY
+
+    assert len(WORDS) + 5 == VOCABULARY
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     return BertTokenizer(str(path), model_max_length=LENGTH)
@@ -126,12 +157,6 @@ def library():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib_corpus, "LEFT_OUT", stdlib_corpus.LEFT_OUT | {"test"})
         yield stdlib_corpus.split()
-
-
-needs_inductor = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="torch 2.13's inductor writes C++ that doesn't compile without vector instructions (ATEN_CPU_CAPABILITY=default)",
-)
 
 
 def run_python(code, *arguments, fresh=False, timeout=300, **settings):
@@ -152,10 +177,15 @@ def said_by_python(code, *arguments, fresh=True, timeout=300, **settings):
 
 
 @functools.cache
+def _servers():
+    servers = Servers()
+    atexit.register(servers.close)
+    return servers
+
+
+@functools.cache
 def _launcher():
-    launcher = Launcher()
-    atexit.register(launcher.close)
-    return launcher
+    return Launcher(SHARED.get("fork servers") or _servers().folder)
 
 
 @pytest.fixture
@@ -169,6 +199,9 @@ def in_the_hubs_cache(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def as_loud_as_before(monkeypatch):
     """Restore the verbosity of Transformers and tqdm, which commands reduce in this process."""
+    import transformers
+    from tqdm import tqdm
+
     monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     yield

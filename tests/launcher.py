@@ -1,13 +1,14 @@
 """Run scripts and code in separate processes, forked from a process that has already imported slow libraries.
 
-A script can run in several processes (gloo), be killed with SIGKILL at a specified call, or have a file size limit.
+All processes that run tests share the fork servers. A script can run in several processes (gloo), be killed with SIGKILL at a
+specified call, or have a file size limit.
 """
 
 import contextlib
 import gc
 import importlib.util
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
@@ -37,15 +38,29 @@ the third one adds the scripts and this repository's modules.
 """
 
 
-class Launcher:
-    """The client of the fork servers. There is one server for each used level."""
+class Servers:
+    """The fork servers: one for each level that a test uses. They end with this process, or when they are closed."""
 
     def __init__(self):
+        self.folder = tempfile.mkdtemp()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (*PLACES, ROOT / "scripts")))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        with listener_at(self.folder, "torch") as first:
+            command = [sys.executable, __file__, self.folder, str(first.fileno())]
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, pass_fds=[first.fileno()], env=environment, **streams)
+
+    def close(self):
+        with self.process:  # closes its standard input, which terminates the servers
+            pass
+        shutil.rmtree(self.folder)
+
+
+class Launcher:
+    """The client of the fork servers in a directory."""
+
+    def __init__(self, folder):
+        self.folder = folder
 
     def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, poison=True, **environment):
         """Run a script's `main`. Returns (exit codes, output). `kill` is ("module.name", n), for the n-th call."""
@@ -70,45 +85,65 @@ class Launcher:
 
     def _done(self, job):
         job["test"] = os.environ.get("PYTEST_CURRENT_TEST", "")
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        for level in LEVELS:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.connect(f"{self.folder}/{level}")
+                with server.makefile("rw") as lines:
+                    send(lines, job)
+                    if done := json.loads(lines.readline()):
+                        return done
 
-    def close(self):
-        with self.process:  # closes its pipes, which terminates it
-            pass
+
+def send(lines, value):
+    lines.write(json.dumps(value) + "\n")
+    lines.flush()
 
 
-def serve(jobs, answer, level, *later):
-    """Run the jobs of a level in forks of this process. A forked server runs the jobs of later levels."""
+def listener_at(folder, level):
+    """The socket of a level's server. Clients can connect before the server has imported its libraries."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/{level}")
+    listener.listen()
+    return listener
+
+
+def serve(folder, listener, level, *later):
+    """Run each job of a level in a fork of this process. The first job of a later level starts the server of the next level."""
+    places, started = [listener, sys.stdin], False
+    multiprocessing.connection.wait(places)
     for name in LEVELS[level]:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
     if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
         remote_code.files("hf_posenc.modeling.derived", [], None)  # fills its cache for the next save
     gc.freeze()
-    behind = None
-    for job in jobs:
-        if job["level"] == level:
-            answer(done(job))
-            continue
-        behind = behind or fork_server(later)
-        behind.send(job)
-        answer(behind.recv())
-    if behind:
-        behind.send(None)
-        os.wait()
+    while sys.stdin not in multiprocessing.connection.wait(places):
+        client, _ = listener.accept()
+        with client, client.makefile("rw") as lines:
+            job = json.loads(lines.readline())
+            if job["level"] != level:
+                started = started or fork_server(folder, *later)
+                send(lines, None)
+            elif not os.fork():
+                send(lines, done(job))
+                os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
-def fork_server(levels):
-    """Fork a server for these levels. Returns the connection to it."""
-    ours, theirs = multiprocessing.Pipe()
-    if os.fork():
-        theirs.close()
-        return ours
-    ours.close()
-    serve(iter(theirs.recv, None), theirs.send, *levels)
-    os._exit(0)
+def fork_server(folder, level, *later):
+    """Fork the server of a level, whose socket exists when this function returns."""
+    listener = listener_at(folder, level)
+    if not os.fork():
+        serve(folder, listener, level, *later)
+        os._exit(0)
+    listener.close()
+    return True
 
 
 def done(job):
@@ -234,8 +269,5 @@ def kill_at(path, number):
 
 
 if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)
     os.fsync = lambda file: None  # killed processes lose nothing without it, and it takes half of the time
-    serve(map(json.loads, sys.stdin), lambda done: print(json.dumps(done), flush=True), *LEVELS)
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), *LEVELS)

@@ -529,3 +529,9 @@ def assert_unchanged():
         _shared.clear()
         shared.cache_clear()
     assert not changed, f"tests changed shared models: {changed}"
+
+
+needs_inductor = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch 2.13's inductor writes C++ that doesn't compile without vector instructions (ATEN_CPU_CAPABILITY=default)",
+)

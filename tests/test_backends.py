@@ -8,10 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from closeness import assert_close
-from conftest import needs_inductor
 from hf_posenc.attention import bias_backends, dispatch
 from hf_posenc.encodings import PositionContext
-from models import ENCODINGS, HOSTS, first, patched, stock, tokens
+from models import ENCODINGS, HOSTS, first, needs_inductor, patched, stock, tokens
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

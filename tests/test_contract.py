@@ -1,7 +1,8 @@
 """Properties of every model with every encoding. Each model is patched once, and then all checks run on it.
 
-`make test` runs each encoding on one model. It also runs each model that differs from those before it with two or three
-encodings. `make test-all` runs all pairs, and adds slow checks on the pairs of `make test`.
+`make test` runs each encoding on one model. It also runs each model that differs from those before it with all mechanisms at
+once, and some checks with one or two single mechanisms. `make test-all` runs all pairs, and adds slow checks on the pairs of
+`make test`.
 """
 
 import functools
@@ -34,6 +35,13 @@ ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDI
 ALIKE |= {"xlm-roberta", "camembert", "data2vec-text", "ernie", "rembert", "nllb-moe", "blenderbot"}
 """Models that are built like another model in these lists, in the last line like RoBERTa, BERT, M2M-100, and BART."""
 
+SIMILAR = {"counter", "normalized", "fourier", "sinusoidal+alibi"}
+SIMILAR |= {"fope", "xpos", "rope, part", "rope, yarn"}
+SIMILAR |= {"kerple", "kerple, power, per layer", "t5", "alibi, learned, per layer", "alibi, one side, learned"}
+SIMILAR |= {"relative_key_query", "deberta", "transformer_xl", "tupe, class token"}
+SIMILAR |= {"deberta, shared", "cope, shared", "fox, shared"}
+"""Encodings with the same mechanism as another one, such as `sinusoidal`, `rope, linear`, `relative`, and `shaw`."""
+
 
 def chosen():
     """The pairs of `make test`: each encoding on one model, and some encodings on each model that differs from those before
@@ -54,6 +62,8 @@ def chosen():
 
 
 QUICK = chosen()
+ONCE = [(host, encoding) for host, encoding in QUICK if encoding not in WAYS or host in ("bert", "gpt2", "llama")]
+"""Each encoding on one model, and each model with all mechanisms at once."""
 PAIRS = [(host, encoding) for host in ALL_HOSTS for encoding in VARIANTS if suits(host, encoding)]
 PAIRS = sorted(dict.fromkeys([*PAIRS, *QUICK]), key=lambda pair: [*ALL_HOSTS].index(pair[0]))
 
@@ -65,8 +75,8 @@ def parameters():
                 continue
             if (host, encoding) in QUICK or not check.few:
                 quick = (host, encoding) in QUICK and not check.slow
-                # Checks that take longer run with each encoding on one model, and on each model with all mechanisms at once.
-                quick = quick and not (check.few and encoding in WAYS and host not in ("bert", "gpt2", "llama"))
+                quick = quick and not (check.once and (host, encoding) not in ONCE)
+                quick = quick and not (check.by_mechanism and encoding in SIMILAR)
                 marks = [] if quick else [pytest.mark.slow]
                 yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
 
@@ -103,11 +113,11 @@ def reloaded(tmp_path_factory):
     def found(host):
         folder = tmp_path_factory.mktemp("reloaded")
         for pair in PAIRS:
-            if (pair in QUICK) if host is None else (pair[0] == host and pair not in QUICK):
+            if (pair in ONCE) if host is None else (pair[0] == host and pair not in ONCE):
                 save(Subject(*pair), folder / " ".join(pair))
         return json.loads(run_python("import sys, reload_worker; reload_worker.main(sys.argv[1])", folder).splitlines()[-1])
 
-    return lambda host, encoding: found(None if (host, encoding) in QUICK else host)[f"{host} {encoding}"]
+    return lambda host, encoding: found(None if (host, encoding) in ONCE else host)[f"{host} {encoding}"]
 
 
 @torch.no_grad()
@@ -131,7 +141,7 @@ def save(it, path):
 
 
 @pytest.mark.parametrize(
-    ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
+    ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in ONCE else pytest.mark.slow) for pair in PAIRS]
 )
 def test_save_and_reload(host, encoding, reloaded):
     """A new process reloads the model bare, with a head, from head to bare, from bare to another head, in bf16,

@@ -7,10 +7,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -379,10 +381,26 @@ def served(*command, **environment):
 
 @pytest.fixture(scope="module")
 def address():
-    """The address of the page that the example of the command's help serves at a free port."""
+    """The address of the page that the example of the command's help serves at a free port.
+
+    The command runs in a fork of this process, which has already imported its libraries.
+    """
     (example,) = re.findall(r"\[bold\]hf-posenc (.*)\[/\]", get_command(app).commands["explore"].help)
-    with served("-m", "hf_posenc.cli", *example.replace("--port 8000", "--port 0").split()) as found:
-        yield found
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            warnings.simplefilter("ignore")  # those of the server's libraries
+            sys.stdout = os.fdopen(writer, "w", buffering=1)
+            app(example.replace("--port 8000", "--port 0").split())
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as said:
+            yield re.search(r"http://\S+/", said.readline())[0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.fixture(scope="module")

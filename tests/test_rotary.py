@@ -15,8 +15,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
-from conftest import needs_inductor
-from models import ALL_HOSTS, LLAMA, ROTARY_HOSTS, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tokens
+from models import (
+    ALL_HOSTS,
+    LLAMA,
+    ROTARY_HOSTS,
+    VOCABULARY,
+    first,
+    needs_inductor,
+    patched,
+    randomize,
+    randomize_encoding,
+    stock,
+    tokens,
+)
 from oracles import in_pieces
 
 ROTARY = {name: ALL_HOSTS[name] for name in ("llama", "modernbert", *ROTARY_HOSTS)}

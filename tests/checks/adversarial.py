@@ -77,7 +77,7 @@ def turns_of_a_batch_are_padded(it):
             at[row] += width
 
 
-@check("decoder", few=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
+@check("decoder", by_mechanism=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
 @torch.no_grad()
 def generate_goes_on_behind_right_padding(it):
     """With right padding, new tokens are at positions 1, 2, ….
@@ -175,7 +175,7 @@ def batch(texts, side):
     return ids, mask
 
 
-@check(few=True)
+@check(by_mechanism=True)
 @torch.no_grad()
 def forward_passes_within_one_another(it):
     """After a failure in its last layer, a model is called within its own forward pass, together with another model."""
@@ -219,7 +219,7 @@ def without_positions(name):
     return dict(seeded(Subject(name, "none").without).named_parameters())
 
 
-@check()
+@check(once=True)
 @torch.no_grad()
 def a_model_of_its_config(it):
     """A model created from the config.

@@ -1,5 +1,7 @@
 """Other generation modes of Transformers: the logits of each token equal those of forward passes."""
 
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -37,7 +39,7 @@ PAGED = takes_argument(ContinuousBatchingConfig, "page_size")
 """Whether continuous batching has the arguments of Transformers 5.18."""
 
 
-@check(*WRITERS, few=True)
+@check(*WRITERS, by_mechanism=True)
 @torch.no_grad()
 def sampling_and_lookup_choose_from_forward_passes(it):
     """Several answers to a prompt, prompt lookup decoding, and assisted decoding with another model."""
@@ -53,7 +55,7 @@ def sampling_and_lookup_choose_from_forward_passes(it):
         check_choices(it, torch.cat([rows[:1], new], dim=1), logits)
 
 
-@check("decoder", few=True)
+@check("decoder", by_mechanism=True)
 @torch.no_grad()
 def a_prompt_is_read_in_chunks(it):
     prompt, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
@@ -62,7 +64,7 @@ def a_prompt_is_read_in_chunks(it):
     assert_close(generate(it, it.twin(), prompt, mask, prefill_chunk_size=4)[1], expected[1])
 
 
-@check(*WRITERS, few=True, where=lambda it: hasattr(cache_utils, "Fp8QuantizedLayer") and without_windows(it))
+@check(*WRITERS, by_mechanism=True, where=lambda it: hasattr(cache_utils, "Fp8QuantizedLayer") and without_windows(it))
 @torch.no_grad()
 def a_quantized_cache_only_rounds(it):
     """With a cache of Transformers 5.21, a quantized cache differs only by rounding."""
@@ -74,7 +76,7 @@ def a_quantized_cache_only_rounds(it):
         assert_close(it.in_pieces(it.model, ids, (7, 8, 10), cache), it.plain(it.model, ids), rtol=5e-3, atol=5e-3)
 
 
-@check("decoder", few=True)
+@check("decoder", by_mechanism=True)
 @torch.no_grad()
 def packed_texts_of_a_collator(it):
     """Inputs of DataCollatorWithFlattening. Sequence boundaries without `position_ids` raise an error."""
@@ -111,7 +113,7 @@ def continuous_batching_gives_what_generate_does(it):
     assert [output.generated_tokens for output in outputs.values()] == expected.tolist()
 
 
-@check("decoder", few=True)
+@check("decoder", by_mechanism=True)
 @torch.no_grad()
 def a_pipeline_gives_what_generate_does(it):
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}))
@@ -135,10 +137,10 @@ def a_step_with_a_static_cache_compiles(it):
     assert_close(found, it.plain(it.model, ids))
 
 
-@check(few=True)
+@check(by_mechanism=True)
 @torch.no_grad()
 def linear_layers_quantised_before_patch_are_refused(it):
-    stock = it.fresh_stock()
+    stock = copy.deepcopy(it.stock)
     path = next(path for path, module in stock.named_modules() if type(module) is torch.nn.Linear)
     stock.set_submodule(path, EightBit(stock.get_submodule(path)))
     with pytest.raises(ValueError, match="replaced parts"):

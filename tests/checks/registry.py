@@ -32,6 +32,8 @@ class Check:
     run: raises an error if the property doesn't hold.
     kinds: kinds of models.
     few: whether it is too slow for all pairs of models and encodings.
+    once: whether `make test` runs it only with each encoding on one model, and on each model with all mechanisms at once.
+    by_mechanism: whether `make test` also omits it for encodings that are similar to another one.
     slow: whether `make test` skips it.
     where: selects the subjects that should have the property. None for all of these kinds.
     """
@@ -39,6 +41,8 @@ class Check:
     run: Callable[["Subject"], None]
     kinds: tuple[str, ...]
     few: bool
+    once: bool
+    by_mechanism: bool
     slow: bool
     where: Callable[["Subject"], bool] | None
 
@@ -49,12 +53,13 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(*kinds, few=False, slow=False, where=None):
+def check(*kinds, few=False, once=False, by_mechanism=False, slow=False, where=None):
     """Register a function of a Subject as a check under its name."""
 
     def add(run):
         assert run.__name__ not in CHECKS, run.__name__
-        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, slow, where)
+        rare = few or by_mechanism
+        CHECKS[run.__name__] = Check(run, kinds or EVERY, rare, once or rare, by_mechanism, slow, where)
         return run
 
     return add

@@ -1,5 +1,6 @@
 """Gradients, and methods to compute them with less memory."""
 
+import copy
 import functools
 import re
 import tempfile
@@ -10,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 from checks.conversion import layers
-from checks.registry import TEXT, check
+from checks.registry import TEXT, Subject, check
 from closeness import assert_close
 from hf_posenc import _compat
 from models import tokens
@@ -29,18 +30,34 @@ that a router sends no tokens to."""
 
 @check()
 def gradients_reach_every_parameter(it):
-    found = gradients(it.twin(), functools.partial(loss, it))
-    theirs = gradients(it.fresh_stock(), functools.partial(loss, it))
-    reached, theirs = ({name for name, each in found.items() if each.any()} for found in (found, theirs))
+    reached = reached_by(it, it.twin())
     assert {name for name, _ in it.model.named_parameters() if "posenc." in name} <= reached
-    assert {name for name in theirs & dict(it.model.named_parameters()).keys() if not IDLE.search(name)} <= reached
+    theirs = reached_in_the_original(it.name) & dict(it.model.named_parameters()).keys()
+    assert {name for name in theirs if not IDLE.search(name)} <= reached
 
 
-@check()
+def reached_by(it, model):
+    """The names of the parameters that have a gradient other than zero."""
+    return {name for name, each in gradients(model, functools.partial(loss, it)).items() if each.any()}
+
+
+@functools.cache
+def reached_in_the_original(name):
+    it = Subject(name, "none")
+    return reached_by(it, copy.deepcopy(it.stock))
+
+
+@functools.lru_cache(maxsize=1)
+def without_dropout(it):
+    """The patched model in training mode. It is shared and must not be changed."""
+    return it.fresh(**it.host.no_dropout).train()
+
+
+@check(once=True)
 def gradient_checkpointing_changes_nothing(it):
-    model = it.fresh(**it.host.no_dropout).train()
-    if not model.supports_gradient_checkpointing:
+    if not it.model.supports_gradient_checkpointing:
         pytest.skip("without gradient checkpointing")
+    model = copy.deepcopy(without_dropout(it))
     expected = gradients(model, functools.partial(loss, it))
     for reentrant in (False, True):
         _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
@@ -49,7 +66,7 @@ def gradient_checkpointing_changes_nothing(it):
         assert_close(gradients(model, functools.partial(loss, it)), expected)
 
 
-@check("encoder", "decoder", few=True)
+@check("encoder", "decoder", by_mechanism=True)
 def layers_in_checkpoint_wrappers(it):
     """With FSDP's wrappers, the backward pass recomputes a layer from its arguments only, outside the model's forward pass."""
     ids, mask = tokens(), torch.ones(2, 11, dtype=torch.long)
@@ -60,9 +77,10 @@ def layers_in_checkpoint_wrappers(it):
         one, other = it.plain(model, ids, mask), it.plain(model, ids[:1, :5])
         return one[mask.bool()].square().mean() + other.square().mean()
 
+    expected = gradients(copy.deepcopy(without_dropout(it)), loss)
     for implementation in wrappers.CheckpointImpl:
-        model = it.fresh(**it.host.no_dropout).train()
-        expected, kinds = gradients(model, loss), {type(layer) for layer in layers(model)}
+        model = copy.deepcopy(without_dropout(it))
+        kinds = {type(layer) for layer in layers(model)}
         wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=implementation)
         wrappers.apply_activation_checkpointing(model, wrap, check_fn=lambda module, kinds=kinds: type(module) in kinds)
         if it.host.written_out or it.name == "stablelm":  # doesn't pass keyword arguments to its attentions
@@ -73,7 +91,7 @@ def layers_in_checkpoint_wrappers(it):
         assert_close({name.replace("_checkpoint_wrapped_module.", ""): each for name, each in found.items()}, expected)
 
 
-@check(few=True)
+@check(by_mechanism=True)
 @torch.no_grad()
 def lora_is_saved_and_loaded(it):
     linear = {name.rpartition(".")[2] for name, each in it.model.named_modules() if type(each) is torch.nn.Linear}
