@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all compat test-gpu gpu bench bench-gpu site quality clean
+.PHONY: demo cards test test-all compat test-gpu rehearse-gpu gpu bench bench-gpu site quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -48,6 +48,11 @@ compat: .venv/installed
 test-gpu: gpu .venv/installed
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no GPU here: torch.cuda.is_available() is False')"
 	$(BIN)/python -m pytest -m gpu
+
+# Both commands in small on a CPU, to see that they run to their end before a GPU is paid for.
+rehearse-gpu: .venv/benchmarks
+	GPU=cpu $(BIN)/python -m pytest -m gpu
+	$(BIN)/python scripts/bench.py --device cuda --rehearse
 
 # Looked for before anything is installed.
 gpu:

@@ -84,6 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a module that defines encodings of your own; several separated by commas, or the option again",
     )
     add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
+    add("--rehearse", action="store_true", help="run all groups of --device cuda once on this CPU, in small, and save nothing")
     add("--against", metavar="REVISION", help="also measure this commit, and print what is slower or faster than there")
     add("--rounds", type=int, help="how often each subject is timed; default: 20")
     add("--warmup", type=int, default=2, help="and run before that")
@@ -107,11 +108,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--report_only and --docs_file go with --output_dir, where the results are")
     if arguments.against and (arguments.output_dir or arguments.device == "cuda"):
         parser.error("--against prints what has changed on a CPU. Omit --output_dir, --report_only, --docs_file, and --device.")
+    if arguments.rehearse and (arguments.device == "cpu" or arguments.output_dir or arguments.against):
+        parser.error("--rehearse tries out the measurements of a GPU. Pass --device cuda, and no --output_dir or --against.")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
         parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
     if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
         parser.error("--clock process counts the seconds of all threads: it goes with --threads 1, on a CPU")
-    if arguments.device == "cuda" and not torch.cuda.is_available() and not (arguments.report_only or arguments.list):
+    if (
+        arguments.device == "cuda"
+        and not torch.cuda.is_available()
+        and not (arguments.report_only or arguments.list or arguments.rehearse)
+    ):
         sys.exit("no GPU here: torch.cuda.is_available() is False. Run this where there is one; `make bench` measures a CPU")
     return arguments
 
@@ -120,14 +127,17 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     given = {name: getattr(arguments, name) for name in ("device", "rounds", "warmup", "threads", "clock", "seed")}
     chosen = tuple(arguments.encodings.split(",")) if arguments.encodings else ()
     modules = tuple(name for names in arguments.modules for name in names.split(",") if name)
+    if arguments.rehearse:
+        given |= {"device": "cpu", "rounds": 1, "warmup": 0}
     return Settings(**given, encodings=chosen, modules=modules, environment=str(arguments.v4_env.resolve()))
 
 
 def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
     try:
-        return grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
+        found = grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
     except ValueError as error:
         sys.exit(f"--groups: {error}")
+    return [grid.in_small(group) for group in found] if arguments.rehearse else found
 
 
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -141,10 +151,12 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         subjects.check(settings)
     except ValueError as error:
         sys.exit(f"--encodings: {error}")
-    kept, found = results.Kept(arguments.parts_dir, settings), {}
+    kept, found = None if arguments.rehearse else results.Kept(arguments.parts_dir, settings), {}
     for group in ProgressBar(chosen, desc="groups", unit="group", position=0):
-        record = kept.get(group) if arguments.resume else None
-        if record is None:
+        record = kept.get(group) if kept is not None and arguments.resume else None
+        if kept is None:
+            record = measured(group, settings)
+        elif record is None:
             record = measured(group, settings)
             kept.add(group, record)
         else:
@@ -165,6 +177,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if arguments.list:
         print(*report.listing(chosen_groups(arguments)), sep="\n")
+        return
+    if arguments.rehearse:
+        everything, without = run(arguments)
+        print(report.rehearsal(everything))
+        if without:
+            sys.exit(1)
         return
     if arguments.against:
         try:

@@ -1,7 +1,7 @@
 """The groups of subjects that are compared with each other, by device, and the settings of a run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 HEAD_DIM = 64
@@ -148,6 +148,11 @@ def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list
             f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(known)} (--list says what each measures)"
         )
     return [group for group in every if {group.name, group.kind} & {*only}]
+
+
+def in_small(group: Group) -> Group:
+    """The group with sizes that take a CPU a few seconds."""
+    return replace(group, length=group.length // 16, batch=min(group.batch, 2), layers=1, heads=2)
 
 
 def _known(every: tuple[Group, ...]) -> Iterator[str]:

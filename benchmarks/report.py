@@ -51,6 +51,19 @@ def title(name: str, group: Record) -> str:
     return f"{name}: {host}, {shape}, {', '.join(more)}"
 
 
+def rehearsal(results: Record) -> str:
+    """What ran in a rehearsal, without its times, which mean nothing. Then the failures."""
+    groups = results["groups"]
+    failures = [
+        f"{name}, {subject}: {record['failed']}"
+        for name, group in groups.items()
+        for subject, record in group["subjects"].items()
+        if "failed" in record
+    ]
+    ran = sum(len(group["subjects"]) for group in groups.values()) - len(failures)
+    return "\n".join([f"{ran} measurements in {len(groups)} groups ran to their end, {len(failures)} failed", *failures])
+
+
 def listing(groups: Iterable[Group]) -> Iterator[str]:
     """The groups in the order of measurement, under the heading of each kind."""
     last = ""

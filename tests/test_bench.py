@@ -33,7 +33,7 @@ from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
 from closeness import assert_close
-from conftest import ROOT
+from conftest import GPU, ROOT
 
 PAGE, KEPT = ROOT / "docs" / "results" / "speed.md", ROOT / "scripts" / "results"
 FEW = Settings(rounds=2, warmup=1, threads=1)
@@ -523,13 +523,13 @@ def test_without_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    settings = Settings(device="cuda", rounds=2)
+    settings = Settings(device=GPU, rounds=2)
     for kind in KINDS:
         group = Group(kind, 64, dtype="bfloat16", host="gpt2" if kind == "decode" else "bert", **SMALL)
         record = measuring.measure(group, settings)
         assert not [each for each in record["subjects"].values() if "failed" in each], record
-    with Peak("cuda") as peak:
-        torch.ones(1000, 1000, device="cuda").sum()
+    with Peak(GPU) as peak:
+        torch.ones(1000, 1000, device=GPU).sum()
     assert 4_000_000 <= peak.bytes < 5_000_000
 
 

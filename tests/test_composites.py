@@ -611,7 +611,7 @@ def test_convert(tmp_path):
     new.save_pretrained(tmp_path)
     assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(new, inputs))
     assert_equal(run(hf_posenc.unpatch(new), inputs), run(model, inputs))
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="CLIPVisionModel"):
+    with pytest.raises(ValueError, match="doesn't fit CLIPModel, which is calibrated on inputs"):
         hf_posenc.convert(model, "relative", submodel="vision_model", texts=batches)
 
 

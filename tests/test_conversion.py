@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
 from closeness import assert_close, assert_equal
-from conftest import WORDS, run_python
+from conftest import GPU, WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.conversion import converting
 from hf_posenc.modeling.text_batches import padded
@@ -440,8 +440,8 @@ def test_texts_are_cut_to_the_promised_length(minilm):
 @pytest.mark.parametrize("encoding", ["relative", "shaw"])
 def test_on_a_gpu(encoding):
     _, expected = convert("bert", encoding, max_distance=REACH)
-    _, new = convert(stock("bert").cuda(), encoding, max_distance=REACH)
-    assert {parameter.device.type for parameter in new.parameters()} == {"cuda"}
+    _, new = convert(stock("bert").to(GPU), encoding, max_distance=REACH)
+    assert {parameter.device.type for parameter in new.parameters()} == {GPU}
     reports = [hf_posenc.inspect(each).calibration for each in (new, expected)]
     assert reports[0].kl_after == pytest.approx(reports[1].kl_after, abs=5e-3)
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
-from conftest import run_python
+from conftest import GPU, run_python
 from hf_posenc import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import list_encodings
 from models import slow
@@ -183,7 +183,7 @@ def test_on_a_gpu(name):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     expected = layer(inputs, attention_mask=mask)
-    actual = make(name, device="cuda")(inputs.cuda(), attention_mask=mask.cuda())
+    actual = make(name, device=GPU)(inputs.to(GPU), attention_mask=mask.to(GPU))
     torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 

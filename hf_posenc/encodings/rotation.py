@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc import _compat
+from hf_posenc._compat import records_operations
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -18,7 +18,7 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """
     if torch.compiler.is_compiling():  # the compiler fuses the products
         return joined(states, cos, sin, layout)
-    rotate = Rotation.apply if _compat.records_operations(states) else Rotation.forward
+    rotate = Rotation.apply if records_operations(states) else Rotation.forward
     return rotate(states, cos, sin, layout)
 
 
