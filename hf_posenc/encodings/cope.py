@@ -7,8 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
+
+NEAR = 3
+"""A chunk has this number of keys per counted position, besides those of the block's own queries."""
 
 
 class CoPE(PositionEncoding, type="cope"):
@@ -51,3 +55,31 @@ class CoPE(PositionEncoding, type="cope"):
         products = (query @ self.weight.to(query.dtype).T * context.scaling).to(precise)
         below, above = (products.gather(-1, each.long()) for each in (position.floor(), position.ceil()))
         return torch.lerp(below, above, position.frac())
+
+    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias:
+        context.counted_keys(query.shape[2], key.shape[2], self.type)  # All keys between consecutive positions count.
+        last, precise = self.max_position - 1, torch.promote_types(query.dtype, torch.float32)
+        values = (query @ self.weight.to(query.dtype).T * context.scaling).to(precise)  # [B, H, Q, max_position]
+        slopes = values.diff(dim=-1, append=values[..., -1:])
+
+        def bias(block: Block) -> Tensor:
+            """Keys are processed in chunks, from the last one, until all queries have counted max_position - 1."""
+            own, slope = block.of(values, block.queries), block.of(slopes, block.queries)
+            found = block.products()
+            size, counted = found.shape[1] + NEAR * self.max_position, found.new_zeros(())
+            for start in range(0, found.shape[2], size):
+                if start and counted.amin() >= last:
+                    found[..., start:] = own[..., -1:]
+                    break
+                part = found[..., start : start + size]
+                gates = part.sigmoid()
+                if not start:
+                    gates[..., : block.hidden.shape[1]].masked_fill_(block.hidden, 0.0)
+                gates[..., 0] += counted
+                position = torch.cumsum(gates, -1, out=gates)
+                counted = position[..., -1].clone()
+                index = position.clamp_(max=last).long()
+                torch.addcmul(own.gather(-1, index), slope.gather(-1, index), position.frac_(), out=part)
+            return found
+
+        return bias

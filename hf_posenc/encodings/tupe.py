@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext
+
+STORED = 2**22
+"""The maximum number of elements of a bias that all layers share. Computing a larger one by block is as fast in each layer."""
 
 
 class TUPE(PositionEncoding, type="tupe"):
@@ -61,6 +65,29 @@ class TUPE(PositionEncoding, type="tupe"):
             None if torch.compiler.is_compiling() else keys,
         )  # traced sizes aren't distinguished
         return context.cached(known, lambda: self._bias(keys, context))
+
+    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
+        keys = key.shape[2]
+        if self.untie_cls or query.shape[1] * query.shape[2] * keys <= STORED:
+            return None
+        known = (self, "vectors", context.first_key, keys)
+        if self.per_layer:
+            at_queries, at_keys = self._vectors(keys, context)
+        else:
+            at_queries, at_keys = context.cached(known, lambda: self._vectors(keys, context))
+
+        def bias(block: Block) -> Tensor:
+            products = block.of(at_queries, block.queries) @ block.of(at_keys, block.keys).mT
+            return products.to(torch.promote_types(products.dtype, torch.float32))
+
+        return bias
+
+    def _vectors(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """The vectors of queries and, in reverse order, of keys, whose products are the bias, `[1 or B, H, Q or K, E]`."""
+        here, there = context.positions, context.key_positions(keys)
+        self._check(here, there, context)
+        queries = self._projected(here, self.query_weight) * (2 * self.geometry.head_dim) ** -0.5
+        return queries, self._projected(there.clamp(0, len(self.weight) - 1).flip(-1), self.key_weight)
 
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
         """The bias, `[1 or B, H, Q, K]`."""
