@@ -32,9 +32,9 @@ class Block:
     hidden: Tensor
     scaling: float
 
-    def products(self) -> Tensor:
-        """Scaled QKᵀ, `[g, r, n]`, in at least float32."""
-        found = self.query @ self.key.mT
+    def products(self, keys: slice) -> Tensor:
+        """Scaled QKᵀ for some of the keys, `[g, r, keys]`, in at least float32."""
+        found = self.query @ self.key[:, keys].mT
         return found.to(torch.promote_types(found.dtype, torch.float32)).mul_(self.scaling)
 
     def of(self, states: Tensor, axis: slice) -> Tensor:

@@ -70,7 +70,8 @@ class PoPE(PositionEncoding, type="pope"):
         def compute() -> Tensor:
             cos, sin = context.cached((self, "angles"), lambda: self._cos_sin(context.positions))
             if shifted:  # The angles of all heads would need H times as many cosines.
-                by_cos, by_sin = (each[:, None] for each in (self.weight.double().cos(), self.weight.double().sin()))
+                cos, sin, phase = (each.to(torch.promote_types(dtype, torch.float32)) for each in (cos, sin, self.weight))
+                by_cos, by_sin = phase.cos()[:, None], phase.sin()[:, None]
                 cos, sin = cos * by_cos + sin * by_sin, sin * by_cos - cos * by_sin
             return torch.stack([cos, sin], dim=-2).to(dtype)
 

@@ -86,7 +86,7 @@ class TUPE(PositionEncoding, type="tupe"):
         """The vectors of queries and, in reverse order, of keys, whose products are the bias, `[1 or B, H, Q or K, E]`."""
         here, there = context.positions, context.key_positions(keys)
         self._check(here, there, context)
-        queries = self._projected(here, self.query_weight) * (2 * self.geometry.head_dim) ** -0.5
+        queries = self._projected(here, self.query_weight) * self._scaling
         return queries, self._projected(there.clamp(0, len(self.weight) - 1).flip(-1), self.key_weight)
 
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
@@ -95,19 +95,22 @@ class TUPE(PositionEncoding, type="tupe"):
         self._check(here, there, context)
         # Keys beyond the table are padding, hidden by the mask.
         places = there.clamp(0, len(self.weight) - 1)
-        queries = self._projected(here, self.query_weight)
+        queries = self._projected(here, self.query_weight) * self._scaling  # The products would be more to scale.
         if here.shape[1] == 1:
             # With a cache, all keys would be projected for one query. Multiplying the query by the projection is cheaper.
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, 1, D]
-            products = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
+            bias = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
         else:
-            products = queries @ self._projected(places, self.key_weight).transpose(2, 3)
-        bias = products * (2 * self.geometry.head_dim) ** -0.5
+            bias = queries @ self._projected(places, self.key_weight).transpose(2, 3)
         if self.untie_cls:
             of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
             bias = torch.where(there[:, None, None, :] == 0, to_cls, bias)
             bias = torch.where(here[:, None, :, None] == 0, of_cls, bias)
         return bias
+
+    @property
+    def _scaling(self) -> float:
+        return (2 * self.geometry.head_dim) ** -0.5
 
     def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
         """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
