@@ -20,7 +20,8 @@ class Block:
 
     row, heads, queries, keys: indices in `[B, H, Q, ...]` and, in reverse order, in `[B, H, K, ...]`.
     query, key: the block's states, `[g, r, E]` and `[g, n, E]`.
-    hidden: `[r, m]`, the keys among the first m that a query doesn't see. All queries see the others.
+    ceiling: `[r, m]`, the upper limit of the bias of the first m keys, float32 or float64: the lowest number for a key that the
+        query doesn't see, infinity otherwise. All queries see the other keys.
     """
 
     row: int
@@ -29,7 +30,7 @@ class Block:
     keys: slice
     query: Tensor
     key: Tensor
-    hidden: Tensor
+    ceiling: Tensor
     scaling: float
 
     def products(self, keys: slice) -> Tensor:
@@ -43,7 +44,7 @@ class Block:
 
 
 BlockBias = Callable[[Block], Tensor]
-"""Returns a bias `[g, 1 or r, n]`, contiguous and in at least float32.
+"""Returns a new tensor `[g, 1 or r, n]`, in the dtype of queries or float32.
 
 Biases of hidden keys don't matter. If the last keys have negligible weights, n may be smaller.
 """

@@ -60,27 +60,27 @@ class CoPE(PositionEncoding, type="cope"):
         context.counted_keys(query.shape[2], key.shape[2], self.type)  # All keys between consecutive positions count.
         last, precise = self.max_position - 1, torch.promote_types(query.dtype, torch.float32)
         values = (query @ self.weight.to(query.dtype).T * context.scaling).to(precise)  # [B, H, Q, max_position]
-        # The value at each integer and the slope after it, as pairs, because one gather costs as much as two.
-        pairs = torch.complex(values, values.diff(dim=-1, append=values[..., -1:]))
+        slopes = values.diff(dim=-1, append=values[..., -1:])
 
         def bias(block: Block) -> Tensor:
             """Keys are processed in chunks, from the last one, until all queries have counted max_position - 1."""
-            own, keys = block.of(pairs, block.queries), block.key.shape[1]
-            found = own.real.new_empty(*own.shape[:2], keys)
+            own, slope = block.of(values, block.queries), block.of(slopes, block.queries)
+            keys = block.key.shape[1]
+            found = own.new_empty(*own.shape[:2], keys)
             size, counted = own.shape[1] + NEAR * self.max_position, found.new_zeros(())
             for start in range(0, keys, size):
                 if start and counted.amin() >= last:
-                    found[..., start:] = own.real[..., -1:]
+                    found[..., start:] = own[..., -1:]
                     break
                 chunk = slice(start, start + size)
                 gates = block.products(chunk).sigmoid_()
                 if not start:
-                    gates[..., : block.hidden.shape[1]].masked_fill_(block.hidden, 0.0)
+                    gates[..., : block.ceiling.shape[1]] *= block.ceiling > 0  # Keys that a query doesn't see don't count.
                 gates[..., 0] += counted
                 position = gates.cumsum_(-1)
                 counted = position[..., -1].clone()
-                pair = own.gather(-1, position.clamp_(max=last).long())
-                torch.addcmul(pair.real, pair.imag, position.frac_(), out=found[..., chunk])
+                index = position.clamp_(max=last).long()
+                torch.addcmul(own.gather(-1, index), slope.gather(-1, index), position.frac_(), out=found[..., chunk])
             return found
 
         return bias

@@ -71,7 +71,8 @@ class FoX(PositionEncoding, type="fox"):
             keys, relative, forgotten = keys[:, None, :count], relative[:, None, :count], forgotten[:, None, :count]
             if (queries[:, 0] - queries[:, -1]).amax() > PRECISE:
                 relative = queries[..., None] - keys
-            return relative.to(precise).masked_fill_(forgotten, torch.finfo(precise).min)
+            found = relative.to(precise)
+            return found if len(found) == 1 else found.masked_fill_(forgotten, torch.finfo(precise).min)
 
         return bias
 

@@ -77,8 +77,7 @@ class TUPE(PositionEncoding, type="tupe"):
             at_queries, at_keys = context.cached(known, lambda: self._vectors(keys, context))
 
         def bias(block: Block) -> Tensor:
-            products = block.of(at_queries, block.queries) @ block.of(at_keys, block.keys).mT
-            return products.to(torch.promote_types(products.dtype, torch.float32))
+            return block.of(at_queries, block.queries) @ block.of(at_keys, block.keys).mT
 
         return bias
 
