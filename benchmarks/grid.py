@@ -86,8 +86,9 @@ ON_CPU = (
         for length, batch, layers, heads in ((128, 4, 3, 12), (512, 1, 3, 12), (2048, 1, 3, 12), (8192, 1, 1, 4))
     ),
     Group("forward", 512, batch=2, padded=True),
-    *(Group("forward", length, host="gpt2") for length in (512, 2048)),
+    *(Group("forward", length, dtype=dtype, host="gpt2") for dtype in (FLOAT, HALF) for length in (512, 2048)),
     Group("forward", 576, host="vit"),
+    Group("forward", 3136, layers=4, heads=6, host="swin", encodings=("none", "alibi", "sandwich", "rope", "shaw")),
     *(Group("train", length, batch=batch, layers=layers) for length, batch, layers in ((128, 4, 3), (512, 1, 3), (2048, 1, 1))),
     *(Group("train", length, layers=layers, dtype=HALF) for length, layers in ((512, 3), (2048, 1))),
     Group("train", 512, dropout=0.1),
@@ -114,7 +115,10 @@ ON_CPU = (
     Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
     Group("load", what="a BERT of 1 GB loaded in new processes, up to the first output: stock, and patched in two ways"),
 )
-"""All groups have the width of BERT-base, except those with 8,192 tokens, which have a third of it (4 heads) to save time."""
+"""All groups have the width of BERT-base, except those with 8,192 tokens, which have a third of it (4 heads) to save time.
+
+Swin has the width of Swin-tiny, 2 layers in each of its first two stages, and 3 and 6 heads there.
+"""
 ON_GPU = (
     *(Group("forward", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 32), (2048, 8), (8192, 2))),
     Group("forward", 512, batch=32, layers=12, dtype=HALF, padded=True),

@@ -16,7 +16,7 @@ LEGEND = (
     "ms: the median. x stock, x none: throughput as a ratio to theirs, taken within rounds; below 1 is slower than they are, "
     "above 1 faster; [its 95 % interval]. Targets say what they compare: throughput, time or memory."
 )
-HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit": "ViT"}
+HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "swin": "Swin", "vit": "ViT"}
 FORWARD, TRAINING = "forward-512-fp32", "train-512-fp32"
 """The groups in the page's table of encodings."""
 HEADINGS = {

@@ -16,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlamaModel,
     PreTrainedModel,
+    SwinConfig,
+    SwinModel,
     ViTConfig,
     ViTModel,
 )
@@ -26,8 +28,8 @@ from benchmarks.grid import Group, Settings
 
 VOCABULARY = 1000
 """Vocabulary size. It is small, because token embeddings aren't part of the cost of positions."""
-PATCH = 16
-"""Side length of a ViT patch in pixels."""
+PATCHES = {"vit": 16, "swin": 4}
+"""Side length of a patch in pixels, for the model types that read images."""
 
 
 def check(settings: Settings) -> None:
@@ -77,14 +79,22 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
         kept |= {"bos_token_id": None, "eos_token_id": None}
         model = GPT2Model(GPT2Config(**{**sizes, **kept, **changes}))
     elif group.host == "vit":
-        kept = {"image_size": PATCH * math.isqrt(group.length), "patch_size": PATCH, "hidden_dropout_prob": group.dropout}
+        kept = {"image_size": side(group), "patch_size": PATCHES["vit"], "hidden_dropout_prob": group.dropout}
         sizes = {name: size for name, size in sizes.items() if name not in ("vocab_size", "max_position_embeddings")}
         model = ViTModel(ViTConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **kept, **changes}))
+    elif group.host == "swin":
+        kept = {"depths": (group.layers // 2,) * 2, "num_heads": (group.heads // 2, group.heads), "embed_dim": 16 * group.heads}
+        model = SwinModel(SwinConfig(**{"image_size": side(group), "patch_size": PATCHES["swin"], **kept, **changes}))
     else:
         model = LlamaModel(LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **changes}))
     model.set_attn_implementation("sdpa")
     made: Any = model
     return made.to(device=settings.device, dtype=getattr(torch, group.dtype)).eval()
+
+
+def side(group: Group) -> int:
+    """Side length in pixels of an image with as many patches as the group has tokens."""
+    return PATCHES[group.host] * math.isqrt(group.length)
 
 
 def room(group: Group) -> int:
@@ -116,11 +126,10 @@ def scores_content(model: Any) -> bool:
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:
-    """`input_ids` `[B, L]`, and an `attention_mask` if texts are padded. For ViT, images with L patches."""
+    """`input_ids` `[B, L]`, and an `attention_mask` if texts are padded. For vision models, images with L patches."""
     generator = torch.Generator().manual_seed(settings.seed)
-    if group.host == "vit":
-        size = PATCH * math.isqrt(group.length)
-        images = torch.randn(group.batch, 3, size, size, generator=generator)
+    if group.host in PATCHES:
+        images = torch.randn(group.batch, 3, side(group), side(group), generator=generator)
         return {"pixel_values": images.to(device=settings.device, dtype=getattr(torch, group.dtype))}
     ids = torch.randint(0, VOCABULARY, (group.batch, group.length), generator=generator)
     made = {"input_ids": ids}

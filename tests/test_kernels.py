@@ -14,10 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posenc
 from closeness import assert_close, assert_equal
 from hf_posenc import _compat
-from hf_posenc.attention import bias_backends, blockwise, dispatch
+from hf_posenc.attention import bias_backends, blockwise, dispatch, head_blocks
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
-from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class, tupe
 from models import CACHE, CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
 from oracles import gradients, padded, random
 
@@ -176,7 +176,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
 
 def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
     """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
-    geometry = Geometry(H * E, H, E)
+    geometry = Geometry(H * E, H, E, is_causal=changes.get("causal", False))
     cls = hf_posenc.list_encodings()[encoding]
     module = cls(geometry, **(options or {})).train(train)
     given = {"query": length, "key": length, "width": E, "past": 0, "dropout": 0.0, "causal": False, "device": "cpu", **changes}
@@ -212,6 +212,10 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
         ("dense", {"encoding": "alibi", "aside": (1, 0)}),
         ("dense", {"encoding": "alibi", "width": 2 * E}),
+        ("heads", {"encoding": "fox", "causal": True}),
+        ("dense", {"encoding": "fox", "causal": True, "train": True}),
+        ("dense", {"encoding": "cope", "causal": True, "length": 255}),
+        ("dense", {"encoding": "cope", "causal": True, "dropout": 0.1}),
         ("blocks", {"encoding": "alibi", "dropout": 0.1, "train": True}),
         ("blocks", {"encoding": "alibi", "dropout": 0.1}),  # the first run of gradient checkpointing
         ("dense", {"encoding": "alibi", "device": "meta"}),
@@ -348,7 +352,9 @@ def always(monkeypatch):
     monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
-    for way in ("toeplitz", "blocks"):
+    monkeypatch.setattr(head_blocks, "QUERIES", 4)
+    monkeypatch.setattr(tupe, "STORED", 0)
+    for way in ("toeplitz", "blocks", "heads"):
         monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
 
 
@@ -356,9 +362,12 @@ ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned"}
 ASYMMETRIC = {"type": "alibi", "sides": "asymmetric", "per_layer": True}
 BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
 DENSE = [
-    name for name in BIASING if "score_bias" in (kind := encoding_class(name)).mechanisms() and not kind.has_distance_vectors()
+    name
+    for name in BIASING
+    if "score_bias" in (kind := encoding_class(name)).mechanisms()
+    and not (kind.has_distance_vectors() or kind.has_block_bias())
 ]
-"""Encodings with a bias by content or absolute position that isn't in `distance_vectors`. They always use a dense bias."""
+"""Encodings with a bias by content or absolute position in neither of two other forms. They always use a dense bias."""
 
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
@@ -389,6 +398,109 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
         with torch.no_grad():
             whole, before = first(model(tokens(2))), model(tokens(2)[:, :4], use_cache=True)
             assert_close(first(model(tokens(2)[:, 4:], **{CACHE: before.past_key_values})), whole[:, 4:])
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+@pytest.mark.parametrize("seen", ["all", "right padding", "left padding", "hidden row", "causal"])
+@pytest.mark.parametrize(
+    ("encoding", "scale", "options"),
+    [
+        *(("fox", scale, {}) for scale in (0.1, 3.0, 30.0)),  # gates that are open, that forget within a block, and closed
+        *(("cope", 1.0, {"max_position": most}) for most in (2, 3, 64)),
+        ("tupe", 1.0, {}),
+    ],
+)
+@torch.no_grad()
+def test_heads_in_blocks_against_all_scores_at_once(monkeypatch, always, encoding, scale, options, seen, together):
+    """Attention in float32 with the bias of each block agrees with attention in float64 with the bias of all pairs."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: together)
+    queries, keys = 11, 13 if seen == "causal" else 11
+    cls = hf_posenc.list_encodings()[encoding]
+    module = cls(Geometry(H * E, H, E, max_length=keys, is_causal=True), **options)
+    for number, parameter in enumerate(module.parameters()):
+        parameter.copy_(random(*parameter.shape, seed=50 + number, dtype=torch.float32) * scale)
+    states = [random(2, H, length, E, seed=number, dtype=torch.float32) for number, length in enumerate((queries, keys, keys))]
+    spans = SEEN[seen](queries, keys)
+    if cls.causal_only:
+        spans = replace(spans, is_causal=True, shift=keys - queries)
+    past = keys - queries
+    context = PositionContext(module, torch.arange(past, keys)[None], past, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
+    bias = module("block_bias", states[0], states[1], context)
+    found = head_blocks.attention(*states, spans, 0.5, bias).transpose(1, 2)
+    query, key, value = (each.double() for each in states)
+    whole = module.double()("score_bias", query, key, replace(context, computed={}))
+    shown = torch.zeros(2, 1, queries, keys, dtype=torch.bool)
+    for first_row, last_row, begin, end in spans.spans:
+        for i in range(queries):
+            shown[first_row:last_row, 0, i, begin : min(end, i + past + 1) if spans.is_causal else end] = True
+    expected = (query @ key.mT * 0.5 + whole).masked_fill(~shown, -torch.inf).softmax(-1) @ value
+    real = expected.isfinite()
+    assert found.isfinite().all() and real.any()
+    if seen == "right padding":  # Queries in the padding see sums over other padding.
+        real[1, :, keys - 3 :] = False
+    torch.testing.assert_close(found.double()[real], expected[real], rtol=1e-5, atol=3e-6)
+
+
+def test_fox_omits_keys_that_are_forgotten():
+    """Half of a token is forgotten at each step, so that few of 600 keys have a weight, and no weight is subnormal."""
+    module = hf_posenc.list_encodings()["fox"](Geometry(H * E, H, E, is_causal=True))
+    torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
+    states, widths = random(2, H, 600, E, dtype=torch.float32), []
+    context = PositionContext(module, torch.arange(600)[None], 0, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
+
+    def watched(block):
+        widths.append((found := bias(block)).shape[-1])
+        return found
+
+    with torch.no_grad():
+        bias = module("block_bias", states, states, context)
+        head_blocks.attention(states, states, states, SEEN["causal"](600, 600), 0.5, watched)
+    assert max(widths) < head_blocks.QUERIES + 150 < 600
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("host", ["bert", "llama"])
+def test_values_are_as_wide_as_wider_keys(monkeypatch, host, train):
+    """SDPA's kernels need one width for queries, keys, and values."""
+    model, widths = patched(host, "pope"), []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **more):
+        widths.append((query.shape[-1], value.shape[-1]))
+        return original(query, key, value, **more)
+
+    with torch.set_grad_enabled(train):
+        model.set_attn_implementation("eager")
+        expected = first(model(tokens()))
+        model.set_attn_implementation("sdpa")
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+        found = first(model(tokens()))
+    assert widths and all(wide == narrow for wide, narrow in widths)
+    assert_close(found, expected)
+    if train:
+        grads = [gradients(model, lambda _, output=output: output.square().sum()) for output in (found, expected)]
+        assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("aside", [(1, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["alibi", "relative"])
+@torch.no_grad()
+def test_extra_tokens_beside_a_distance_bias(always, monkeypatch, kind, aside, dtype):
+    """Attention to patches and to tokens without a position agrees with a dense bias. ALiBi is also tried with steep slopes."""
+    for scale in (1.0, 300.0):
+        module = hf_posenc.list_encodings()[kind](Geometry(H * E, H, E))
+        for parameter in module.parameters():
+            parameter.copy_(random(*parameter.shape, seed=5) * scale)
+        query, key, value = (random(2, H, 11, E, seed=seed).to(dtype) for seed in range(3))
+        context = PositionContext(module, torch.arange(11 - sum(aside))[None], 0, torch.zeros(1, 1).long(), scaling=0.5)
+        context.patches = PatchLayout(aside)
+        call = AttentionCall(SimpleNamespace(), query, key, value, None, [module], context, False, {"scaling": 0.5})
+        found = bias_backends._around_extra_tokens(sdpa_attention_forward, call, 0.5)
+        bias = bias_backends.score_bias([module], query, key, context).double()
+        expected = (query.double() @ key.double().mT * 0.5 + bias).softmax(-1) @ value.double()
+        limit = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize(("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True)])

@@ -5,6 +5,7 @@
 - toeplitz: for biases that depend only on distance. SDPA reads the bias from a view of one row `[H, Q + K - 1]`, with the
   keys in reverse order.
 - blockwise: for biases with gradients, or that depend on distance and content (`PositionEncoding.distance_vectors`).
+- heads: for biases without gradients that the encoding computes by block (`PositionEncoding.block_bias`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
 """
@@ -12,11 +13,12 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -27,8 +29,8 @@ from hf_posenc.attention.dispatch import AttentionCall, Function
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
-BiasBackend = Literal["dense", "toeplitz", "blocks"]
-MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256}
+BiasBackend = Literal["dense", "toeplitz", "blocks", "heads"]
+MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "heads": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
@@ -53,20 +55,26 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
     # With dropout, SDPA computes all scores. Gradient checkpointing first runs without gradients, then with the same dropout.
     if by_content or call.dropout or any(encoding.is_trained() for encoding in biasing):
         backend = "blocks"
+    if len(biasing) == 1 and biasing[0].has_block_bias() and not (torch.is_grad_enabled() or call.dropout):
+        backend = "heads"
     if (
-        not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed())
-        and query.device.type == "cpu"  # The CPU kernel reads any view as a bias.
-        and query.shape[2] > 1
+        _reads_views(query)
         and keys >= MIN_KEYS_FOR_BACKEND[backend]
         and query.shape[-1] == call.value.shape[-1]  # Otherwise, SDPA computes all scores.
         and context.is_contiguous
         and not context.has_extra_tokens
         and isinstance(context.past, int)
         and len(by_content) <= 1
-        and all(encoding.has_distance_vectors() for encoding in by_content)
+        and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in by_content))
     ):
         spans = _visible_spans(call)
     return (backend, spans) if spans is not None else ("dense", None)
+
+
+def _reads_views(query: Tensor) -> bool:
+    """Whether SDPA runs the CPU kernel, which reads any view as a bias, for more than one query."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed()
+    return not traced and query.device.type == "cpu" and query.shape[2] > 1
 
 
 @functools.cache
@@ -94,17 +102,16 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
         backend, spans = select_backend(call)
     if backend == "blocks" and _blockwise() is None:
         spans = None
-    table = None if spans is None else _distance_table(call, spans)
+    if plain and isinstance(scaling, float) and (output := _around_extra_tokens(function, call, scaling)) is not None:
+        return output, None
+    if backend == "heads" and spans is not None and isinstance(scaling, float):
+        output = _by_heads(call, spans, scaling)
+        if output is not None:
+            return output, None
+    table = None if spans is None or backend == "heads" else _distance_table(call, spans)
     if spans is None or table is None or not isinstance(scaling, float):
         return replace(call, mask=biased_mask(call)).run(function)
-    with contextlib.ExitStack() as outside:
-        if torch.is_autocast_enabled("cpu"):  # Autocast would copy the bias to cast it.
-            kind = torch.get_autocast_dtype("cpu")
-            states = {"query": call.query, "key": call.key, "value": call.value}
-            call = replace(
-                call, **{name: each if each.dtype == torch.float64 else each.to(kind) for name, each in states.items()}
-            )
-            outside.enter_context(torch.autocast("cpu", enabled=False))
+    with _outside_autocast(call) as call:
         query, key, value = call.query, call.key, call.value
         table = _with_reach(table.to(query.dtype), query, key, scaling)
         if backend == "toeplitz" and not (torch.is_grad_enabled() and table.needs_gradients):
@@ -116,6 +123,78 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
         assert blockwise is not None, "code saved with a model whose biases have no gradients"
         output = blockwise.attention(query, key, value, table, spans, scaling, call.dropout)
         return output.transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def _outside_autocast(call: AttentionCall) -> Iterator[AttentionCall]:
+    """The same call with states in the dtype of autocast, which is disabled, because it would copy the bias to cast it."""
+    if not torch.is_autocast_enabled("cpu"):
+        yield call
+        return
+    kind = torch.get_autocast_dtype("cpu")
+    states = {"query": call.query, "key": call.key, "value": call.value}
+    call = replace(call, **{name: each if each.dtype == torch.float64 else each.to(kind) for name, each in states.items()})
+    with torch.autocast("cpu", enabled=False):
+        yield call
+
+
+def _around_extra_tokens(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
+    """The output `[B, Q, H, E]` for a distance bias between patches. Extra tokens have none, so a view of one row lacks them.
+
+    Attention to patches and to extra tokens is computed separately, and combined by the sums of their weights. None if this
+    isn't supported, or with gradients.
+    """
+    query, context = call.query, call.context
+    before, after = context.extra_tokens
+    patches = query.shape[2] - before - after
+    if not (
+        context.has_extra_tokens
+        and function is sdpa_attention_forward
+        and call.mask is None
+        and not (call.is_causal or call.dropout or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        and _reads_views(query)
+        and query.shape == call.key.shape == call.value.shape
+        and patches >= MIN_KEYS_FOR_BACKEND["toeplitz"]
+        and context.is_contiguous
+        and context.past == 0
+        and not any("score_bias" in encoding.mechanisms() for encoding in call.biasing)
+    ):
+        return None
+    parts = [each.split([before, patches, after], dim=2) for each in (query, call.key, call.value)]
+    inner, own_key, own_value = (middle for _, middle, _ in parts)
+    extra, extra_key, extra_value = (torch.cat([first, last], dim=2) for first, _, last in parts)
+    spans = VisibleSpans(((0, len(query), 0, patches),))
+    table = _distance_table(replace(call, query=inner, key=own_key, value=own_value), spans)
+    assert table is not None
+    bias = _with_reach(table, inner, own_key, scaling).window(0, patches, patches)
+    near, of_patches = _compat.attention_and_logsumexp(inner, own_key.flip(2), own_value.flip(2), bias, scaling)
+    far, of_extra = _compat.attention_and_logsumexp(inner, extra_key, extra_value, None, scaling)
+    share = torch.sigmoid(of_extra - of_patches)
+    output = query.new_empty(len(query), query.shape[2], *query.shape[1::2]).transpose(1, 2)
+    output[:, :, before : before + patches] = torch.lerp(near.to(share.dtype), far.to(share.dtype), share)
+    of_all = F.scaled_dot_product_attention(extra, call.key, call.value, scale=scaling)
+    output[:, :, :before], output[:, :, before + patches :] = of_all.split([before, after], dim=2)
+    return output.transpose(1, 2)
+
+
+def _by_heads(call: AttentionCall, spans: VisibleSpans, scaling: float) -> Tensor | None:
+    """The output `[B, Q, H, E]`. None if the encoding doesn't compute its bias by block."""
+    from hf_posenc.attention import head_blocks
+
+    with _outside_autocast(call) as call:
+        query, heads = call.query, call.query.shape[1]
+        key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (call.key, call.value))
+        bias = call.biasing[0]("block_bias", query, key, call.context)
+        return None if bias is None else head_blocks.attention(query, key, value, spans, scaling, bias)
+
+
+def padded_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Run the model's function with values padded to the width of keys. Otherwise, SDPA on a CPU would compute all scores."""
+    width, more = call.value.shape[-1], call.query.shape[-1] - call.value.shape[-1]
+    if function is not sdpa_attention_forward or call.dropout or more < 1 or not _reads_views(call.query):
+        return call.run(function)
+    output, weights = replace(call, value=F.pad(call.value, (0, more))).run(function)
+    return output[..., :width], weights
 
 
 def _toeplitz(function: Function, call: AttentionCall, table: DistanceTable, spans: VisibleSpans) -> Tensor:

@@ -323,7 +323,7 @@ def attend(
         call.is_causal &= implementation != "flex_attention"  # Its mask already includes the causal mask.
         return with_weights(call)
     function = host_function(module, implementation)
-    if not call.biasing:
+    if not call.biasing and (implementation != "sdpa" or query.shape[-1] == width):
         return call.run(function)
     if implementation == "eager" and type(module).__module__ in EAGER_WITHOUT_MASK:
         function = bert_eager()
@@ -332,6 +332,8 @@ def attend(
     if implementation == "flex_attention":
         kwargs["position_bias"] = bias_backends.flex_bias(call)
         return call.run(function)
+    if not call.biasing:
+        return bias_backends.padded_attention(function, call)
     return bias_backends.biased_attention(function, call)
 
 

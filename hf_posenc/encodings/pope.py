@@ -53,10 +53,9 @@ class PoPE(PositionEncoding, type="pope"):
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        angles = context.cached((self, "angles"), lambda: self._angles(context.positions))
         if query is not None:
-            query = _cartesian(query, angles - self.weight[:, None].double() if self.phase else angles)
-        return query, None if key is None else _cartesian(key, angles)
+            query = _cartesian(query, self._waves(query.dtype, context, self.phase))
+        return query, None if key is None else _cartesian(key, self._waves(key.dtype, context, False))
 
     def angular_frequencies(self, length: int) -> Tensor:
         return self._frequencies(None)
@@ -65,12 +64,25 @@ class PoPE(PositionEncoding, type="pope"):
         size = self.geometry.head_dim
         return self.theta ** (-torch.arange(size, dtype=torch.float64, device=device) / size)
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        """Angles `[1 or B, 1, L, E]`, float64."""
-        return positions.double()[:, None, :, None] * self._frequencies(positions.device)
+    def _waves(self, dtype: torch.dtype, context: PositionContext, shifted: bool) -> Tensor:
+        """Cosines and sines of the angles, minus the phases if they are shifted, `[1 or B, 1 or H, L, 2, E]`."""
+
+        def compute() -> Tensor:
+            cos, sin = context.cached((self, "angles"), lambda: self._cos_sin(context.positions))
+            if shifted:  # The angles of all heads would need H times as many cosines.
+                cos, sin, phase = (each.to(torch.promote_types(dtype, torch.float32)) for each in (cos, sin, self.weight))
+                by_cos, by_sin = phase.cos()[:, None], phase.sin()[:, None]
+                cos, sin = cos * by_cos + sin * by_sin, sin * by_cos - cos * by_sin
+            return torch.stack([cos, sin], dim=-2).to(dtype)
+
+        return compute() if shifted and self.is_trained() else context.cached((self, dtype, shifted), compute)
+
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles, `[1 or B, 1, L, E]` each, float64."""
+        angles = positions.double()[:, None, :, None] * self._frequencies(positions.device)
+        return angles.cos(), angles.sin()
 
 
-def _cartesian(states: Tensor, angles: Tensor) -> Tensor:
+def _cartesian(states: Tensor, waves: Tensor) -> Tensor:
     """Cartesian coordinates, `[B, H, L, E]` -> `[B, H, L, 2E]`, of points with these angles and the radii softplus(states)."""
-    magnitudes = F.softplus(states)
-    return torch.cat([magnitudes * angles.cos().to(states.dtype), magnitudes * angles.sin().to(states.dtype)], dim=-1)
+    return (F.softplus(states)[..., None, :] * waves).flatten(-2)

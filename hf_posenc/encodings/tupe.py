@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext
+
+STORED = 2**22
+"""The maximum number of elements of a bias that all layers share. Computing a larger one by block is as fast in each layer."""
 
 
 class TUPE(PositionEncoding, type="tupe"):
@@ -62,25 +66,50 @@ class TUPE(PositionEncoding, type="tupe"):
         )  # traced sizes aren't distinguished
         return context.cached(known, lambda: self._bias(keys, context))
 
+    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
+        keys = key.shape[2]
+        if self.untie_cls or query.shape[1] * query.shape[2] * keys <= STORED:
+            return None
+        known = (self, "vectors", context.first_key, keys)
+        if self.per_layer:
+            at_queries, at_keys = self._vectors(keys, context)
+        else:
+            at_queries, at_keys = context.cached(known, lambda: self._vectors(keys, context))
+
+        def bias(block: Block) -> Tensor:
+            return block.of(at_queries, block.queries) @ block.of(at_keys, block.keys).mT
+
+        return bias
+
+    def _vectors(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """The vectors of queries and, in reverse order, of keys, whose products are the bias, `[1 or B, H, Q or K, E]`."""
+        here, there = context.positions, context.key_positions(keys)
+        self._check(here, there, context)
+        queries = self._projected(here, self.query_weight) * self._scaling
+        return queries, self._projected(there.clamp(0, len(self.weight) - 1).flip(-1), self.key_weight)
+
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
         """The bias, `[1 or B, H, Q, K]`."""
         here, there = context.positions, context.key_positions(keys)
         self._check(here, there, context)
         # Keys beyond the table are padding, hidden by the mask.
         places = there.clamp(0, len(self.weight) - 1)
-        queries = self._projected(here, self.query_weight)
+        queries = self._projected(here, self.query_weight) * self._scaling  # The products would be more to scale.
         if here.shape[1] == 1:
             # With a cache, all keys would be projected for one query. Multiplying the query by the projection is cheaper.
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, 1, D]
-            products = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
+            bias = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
         else:
-            products = queries @ self._projected(places, self.key_weight).transpose(2, 3)
-        bias = products * (2 * self.geometry.head_dim) ** -0.5
+            bias = queries @ self._projected(places, self.key_weight).transpose(2, 3)
         if self.untie_cls:
             of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
             bias = torch.where(there[:, None, None, :] == 0, to_cls, bias)
             bias = torch.where(here[:, None, :, None] == 0, of_cls, bias)
         return bias
+
+    @property
+    def _scaling(self) -> float:
+        return (2 * self.geometry.head_dim) ** -0.5
 
     def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
         """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
