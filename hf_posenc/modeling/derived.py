@@ -199,12 +199,13 @@ class PosEncModelMixin(EncodingModelMixin):
         spec = self.config.position_spec
         inner = structure.part(self, spec.submodel)
         stacks = {id(found.stack): found for found in self._stacks(inner, spec).values()}
-        within = {id(module) for module in inner.modules()}
-        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        modules = structure.modules_by_path(self).values()
+        within = {id(module) for module in (modules if inner is self else inner.modules())}
+        models: list[Any] = [module for module in modules if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
             # A model around the submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
-            if ours and any(id(part) in stacks for part in module.modules()):
+            if ours and (id(module) in stacks or any(id(part) in stacks for part in module.modules())):
                 # DETR's encoder has the whole model's config, which has the encoding already.
                 if id(module) in within and module is not self and type(module.config) is not type(self.config):
                     module.config.__class__ = derive(type(module.config))
@@ -251,7 +252,7 @@ class PosEncModelMixin(EncodingModelMixin):
         """The names of tied weights, without those of disabled positions, which UDOP ties."""
         tied: Any = getattr(self, "_tied_weights_keys", None)
         if isinstance(tied, dict):
-            modules = dict(self.named_modules())
+            modules = structure.modules_by_path(self)
             gone = {name for name in (*tied, *tied.values()) if isinstance(modules.get(name.rpartition(".")[0]), Disabled)}
             self._tied_weights_keys = {name: other for name, other in tied.items() if gone.isdisjoint((name, other))}
         return super().get_expanded_tied_weights_keys(all_submodels)

@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.modeling_utils import local_torch_dtype
@@ -58,14 +59,15 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
         raise ValueError(
             f"The model is quantized, so its parameters can't be shared. Call {call} first, then quantize. {unchanged}"
         )
-    if _compat.has_adapters(model) or any("lora_" in name for name, _ in model.named_modules()):
+    modules = structure.modules_by_path(model)
+    if _compat.has_adapters(model) or any("lora_" in name for name in modules):
         raise ValueError(f"The model contains PEFT adapters. {order}")
-    if any(_compat.accelerate_hook(module) is not None for module in model.modules()):
+    if any(_compat.accelerate_hook(module) is not None for module in modules.values()):
         raise ValueError(
             "The model is distributed by Accelerate's hooks (device_map, offload). Load it on one device, and call "
             f"{call} first. {unchanged}"
         )
-    if any(p.device.type == "meta" for p in model.parameters()):
+    if any(each is not None and each.is_meta for module in modules.values() for each in module._parameters.values()):
         raise ValueError(f"The model has parameters on the meta device. Load its weights first. {unchanged}")
 
 
@@ -103,12 +105,13 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     patched = build_on_meta(derived, config, like=model)
     share_parameters(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
-    for owner in patched.modules():
-        if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
+    modules = structure.modules_by_path(patched)
+    for owner in modules.values():
+        if isinstance(owner._modules.get("posenc"), PositionEncoding):
             placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
-    initialize_missing(module for module in patched.modules() if isinstance(module, PositionEncoding))
+    initialize_missing(module for module in modules.values() if isinstance(module, PositionEncoding))
     of_stock = {id(found.stack): found for found in stacks}
-    for name, stack in patched.named_modules():
+    for name, stack in modules.items():
         if structure.is_patched(stack):
             _copy_positions(of_stock[id(model.get_submodule(name))], stack)
     return patched
@@ -221,6 +224,20 @@ def _public_name(name_or_path: str) -> str:
     return name_or_path if cached.is_dir() else ""
 
 
+INITIALIZERS = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)
+"""The functions of torch's modules that a TorchFunctionMode can replace."""
+
+
+class _WithoutInitialization(TorchFunctionMode):
+    """Skips torch's initialization of tensors on the meta device, which have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in INITIALIZERS and given["tensor"].is_meta:
+            return given["tensor"]
+        return func(*args, **given)
+
+
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
     """Build a model on the meta device, where it takes no memory, as Transformers does for models that it loads.
 
@@ -230,7 +247,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
     random = torch.random.fork_rng(devices=[])  # for original models that draw values on the CPU nevertheless
-    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops():
+    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops(), _WithoutInitialization():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
             other = cls(config, **arguments)
@@ -263,13 +280,15 @@ def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = 
 
     rebuilt: the paths of modules that may differ.
     """
-    theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
+    theirs, ours = (structure.modules_by_path(each, remove_duplicate=False) for each in (source, target))
     for name, module in _in_common(ours, theirs):
         other = theirs.get(name)
         if name in rebuilt:
             continue
-        if other is None or _class_name(module) != _class_name(other):
+        if type(other) is not type(module) and (other is None or _class_name(module) != _class_name(other)):
             return f"{name!r} is a {type(other).__name__}, but the config of this model describes a {type(module).__name__}"
+        if not (module._parameters or other._parameters):  # type: ignore[union-attr]
+            continue
         silent = {*disabled_names(module), *disabled_names(other)}
         described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
         if differing := sorted((described ^ given) - silent):
@@ -284,7 +303,7 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
     silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Disabled)}
     inside = tuple(f"{name}." for name in silenced)
     for name, module in modules.items():
-        if name not in silenced and not name.startswith(inside) and "posenc" not in name.split("."):
+        if name not in silenced and not name.startswith(inside) and not ("posenc" in name and "posenc" in name.split(".")):
             yield name, module
 
 
@@ -301,13 +320,14 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
             f"{found}. A model with replaced parts can't be rebuilt from its config. Patch the model as its class creates it, "
             "and replace its parts afterwards. The model was not changed."
         )
-    theirs = dict(source.named_modules(remove_duplicate=False))
+    theirs = structure.modules_by_path(source, remove_duplicate=False)
     lengths = specs.length_of(source.config), specs.length_of(target.config)
     before = dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt else {}
-    for name, module in target.named_modules():
+    ours = structure.modules_by_path(target)
+    for name, module in ours.items():
         if name in theirs:
             module.training = theirs[name].training
-    for name, module in _in_common(dict(target.named_modules()), theirs):
+    for name, module in _in_common(ours, theirs):
         if name in rebuilt:
             continue
         other = theirs[name]
@@ -329,18 +349,21 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
         for key, value in vars(other).items():
             # Users set dropout probabilities, the mode, and checkpointing. Names with _ are private to Transformers. A number
             # in a tensor is the longest length so far for which RoPE buffers were computed.
+            if key == _compat.GRADIENT_CHECKPOINTING:
+                setattr(module, key, value)
+            if key[0] == "_" or key == _compat.QUANTIZED or (mine := getattr(module, key, None)) is value:
+                continue
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             # A length that follows from the config stays the target's.
-            by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
-            by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
-            setting = number and key[0] != "_" and key != _compat.QUANTIZED
-            if key == _compat.GRADIENT_CHECKPOINTING or (setting and not by_length):
+            by_length = type(value) is int and (value, mine) == lengths
+            by_length |= name in before and _differs(getattr(before[name], key, None), mine)
+            if number and not by_length:
                 setattr(module, key, value)
-    if any(map(structure.is_patched, target.modules())):
+    if any(map(structure.is_patched, ours.values())):
         hooks.wrap_gradient_checkpointing(target)
-    for module in target.modules():
+    for module in ours.values():
         mark(module)  # otherwise, a model made from this one draws new weights
-    for module in reversed(list(target.modules())):  # submodels initialize their own buffers first
+    for module in reversed(ours.values()):  # submodels initialize their own buffers first
         if isinstance(module, PreTrainedModel):
             _compat.forget_gguf(module.config)
             compute_buffers(module, source.device)

@@ -1,7 +1,6 @@
 """Finds unsupported positional components, and modules that depend on token order."""
 
-import inspect
-import itertools
+import functools
 import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from hf_posenc import _compat
 from hf_posenc.architectures.components.component import is_one_of, is_transformers
 from hf_posenc.architectures.components.vision import cuts_patches
-from hf_posenc.signatures import argument_names, attributes_read
+from hf_posenc.signatures import argument_names, attributes_read, names_used
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words in names that indicate positions. Only whole words count, so "decomposition" and "properties" don't match."""
@@ -44,8 +43,7 @@ def is_order_sensitive(module: nn.Module) -> bool:
 
 
 def _carries_state(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    return not STATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    return not STATES.isdisjoint(names_used(type(module).forward))
 
 
 def convolves(path: str, module: nn.Module) -> bool:
@@ -84,18 +82,19 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
     Modules that are never called don't count.
     """
     unused: list[str] = []
+    inside = tuple(f"{each}." for each in claimed)
     read: set[str] | None = None
     of_other_inputs = {OF_OTHER_INPUTS.get(cls.__name__) for cls in type(stack).__mro__}
     for path, module in modules.items():
         name = path.rpartition(".")[2]
-        if path.startswith(tuple(f"{outer}." for outer in unused)):
+        if unused and path.startswith(tuple(f"{outer}." for outer in unused)):
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
         if is_one_of(OF_BOXES, module):
             unused.append(path)  # by the tokens' order
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
+        if f"{path}.".startswith(inside) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
@@ -122,11 +121,6 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
         yield "config.trigram_input", JOINED
 
 
-def _lies_in(path: str, claimed: Set[str]) -> bool:
-    """Whether a module, or a module that contains it, is claimed."""
-    return not claimed.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format))
-
-
 def _treats_each_alone(module: nn.Module) -> bool:
     """Whether a module can't contain positions, regardless of its name: dropout, or a norm (such as that of the rotated part of
     keys in latent attention)."""
@@ -146,6 +140,7 @@ def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> b
     return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
 
 
+@functools.lru_cache(maxsize=1024)
 def _words(name: str) -> list[str]:
     """The words of a name in snake_case or CamelCase, in lowercase. For example, RoPEAttention has rope and attention."""
     name = re.sub(r"RoPE", "Rope", name)
