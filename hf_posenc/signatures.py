@@ -27,7 +27,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def names_used(function: Any) -> tuple[str, ...]:
-    """The names that the code of a function uses, beneath decorators that keep `__wrapped__`. Empty for a function without code."""
+    """The names that the code of a function uses, beneath its decorators. Empty for a function without code."""
     return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 
 

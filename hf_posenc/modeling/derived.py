@@ -178,6 +178,16 @@ class PosEncModelMixin(EncodingModelMixin):
         finally:
             BUILDING.model = outer
 
+    @classmethod
+    def change(cls, model: Any) -> None:
+        """Change an original model, whose config is already derived, into one of this class."""
+        outer = BUILDING.model
+        model.__class__, BUILDING.model = cls, model
+        try:
+            model.post_init()
+        finally:
+            BUILDING.model = outer
+
     def post_init(self) -> None:
         if BUILDING.model is not self and _is_built_within_another(self.config):
             super().post_init()
@@ -277,12 +287,13 @@ class PosEncModelMixin(EncodingModelMixin):
         if spec is None:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         kwargs.setdefault("use_safetensors", True)
-        loaded = cls.original_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         from hf_posenc.modeling import parameter_sharing
 
+        with parameter_sharing.WithoutInitialization():
+            loaded = cls.original_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         parameter_sharing.refuse_wrapped(model)
-        patched = parameter_sharing.to_derived(model, cls, spec)
+        patched = parameter_sharing.to_derived(model, cls, spec, just_loaded=True)
         return (patched, *info) if info else patched
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
+from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, OriginalSpec, PositionSpec
 from hf_posenc.encodings import (
     PositionEncoding,
@@ -71,8 +72,10 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
         raise ValueError(f"The model has parameters on the meta device. Load its weights first. {unchanged}")
 
 
-def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
+def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True, just_loaded: bool = False) -> Any:
     """Create a patched model of the class `derived` from an original one. `model` doesn't change, and nothing is calibrated.
+
+    just_loaded: whether nobody else has `model`, which is as its class creates it. It may then be changed into the result.
 
     Raises ValueError (UnsupportedModelError) if the encoding can't be installed in it.
     """
@@ -102,19 +105,51 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
     encoding_checks.check(stacks, spec)
-    patched = build_on_meta(derived, config, like=model)
-    share_parameters(model, patched)
+    positions = {id(found.stack): _positions(found, rows, kept) for found in stacks}
+    if just_loaded and _can_change(model, config):
+        patched = _changed(model, derived, config)
+    else:
+        patched = build_on_meta(derived, config, like=model)
+        share_parameters(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
     modules = structure.modules_by_path(patched)
     for owner in modules.values():
         if isinstance(owner._modules.get("posenc"), PositionEncoding):
             placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
     initialize_missing(module for module in modules.values() if isinstance(module, PositionEncoding))
-    of_stock = {id(found.stack): found for found in stacks}
     for name, stack in modules.items():
         if structure.is_patched(stack):
-            _copy_positions(of_stock[id(model.get_submodule(name))], stack)
+            _copy_positions(*positions[id(model.get_submodule(name))], stack)
     return patched
+
+
+def _can_change(model: Any, config: Any) -> bool:
+    """Whether an original model differs from one that is built from a derived config only by the encoding.
+
+    Buffers can depend on the maximum length. Composite models have several configs.
+    """
+    same_length = specs.length_of(config) == specs.length_of(model.config)
+    placed_whole = not ({"hf_quantizer", "hf_device_map"} & vars(model).keys())
+    return same_length and placed_whole and is_transformers(type(model)) and not specs.part_names(config)
+
+
+def _changed(model: Any, derived: Any, config: Any) -> Any:
+    """Change an original model into a patched one with a derived config, on the meta device as in `build_on_meta`."""
+    stock, device = type(model.config), model.device
+    modules = structure.modules_by_path(model).values()
+    configs = {id(each): each for module in modules if type(each := vars(module).get("config")) is stock}
+    for each in configs.values():  # T5's encoder and decoder have their own
+        specs.change_class(each, derived.config_class)
+        vars(each).update({name: vars(config)[name] for name in ("position_encoding", specs.PARSED, specs.PLAN)})
+        _compat.forget_gguf(each)
+    _compat.drop_weight_conversions(model)
+    with global_rng_lock(), torch.device("meta"):
+        derived.change(model)
+    for module in structure.modules_by_path(model).values():
+        module.training = model.training
+        mark(module)
+    compute_buffers(model, device)
+    return model
 
 
 def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
@@ -130,16 +165,21 @@ def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionS
             )
 
 
-def _copy_positions(found: structure.Structure, stack: Any) -> None:
-    """Copy the original learned positions to the buffers that keep them, and to an encoding that starts from them."""
+def _positions(found: structure.Structure, rows: int | None, kept: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The original position embeddings, if any, and if they are kept, all learned tensors that `unpatch` needs, by key."""
     table = next((table for component in found.components if (table := component.table()) is not None), None)
+    return table, {key: found.stack.get_parameter(key) for key in (found.saved_shapes(rows) if kept else ())}
+
+
+def _copy_positions(table: Tensor | None, kept: dict[str, Tensor], stack: Any) -> None:
+    """Copy the original learned positions to the buffers that keep them, and to an encoding that starts from them."""
     with torch.no_grad():
         stack.posenc.init_from_original_table(table)
         if "cross" in stack.posenc._modules:
             stack.posenc.cross.init_from_original_table(None)
         if "original" in stack.posenc._modules:
-            for key, kept in stack.posenc.original.named_buffers():
-                kept.copy_(found.stack.get_parameter(key))
+            for key, buffer in stack.posenc.original.named_buffers():
+                buffer.copy_(kept[key])
 
 
 def to_stock(model: Any, stock: Any) -> Any:
@@ -207,7 +247,8 @@ def fingerprint(stacks: Iterable[structure.Structure]) -> str:
         for name, parameter in sorted(found.stack.named_parameters()):
             if name.partition(".")[0] in parts or parameter is embeddings:
                 flat = parameter.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+                step = max(1, flat.numel() // 64)
+                sample = flat[: 64 * step : step].float().cpu()
                 digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -228,7 +269,7 @@ INITIALIZERS = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.ka
 """The functions of torch's modules that a TorchFunctionMode can replace."""
 
 
-class _WithoutInitialization(TorchFunctionMode):
+class WithoutInitialization(TorchFunctionMode):
     """Skips torch's initialization of tensors on the meta device, which have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -247,7 +288,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
     random = torch.random.fork_rng(devices=[])  # for original models that draw values on the CPU nevertheless
-    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops(), _WithoutInitialization():
+    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops(), WithoutInitialization():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
             other = cls(config, **arguments)
@@ -390,7 +431,7 @@ def _class_name(module: nn.Module) -> tuple[str, str]:
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that are still on the meta device, as Transformers does for a model that it loads."""
-    for name, module in model.named_modules():
+    for name, module in structure.modules_by_path(model).items():
         left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if left and "posenc" not in name.split("."):
             for key in left:

@@ -96,7 +96,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             continue
         if f"{path}.".startswith(inside) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
             continue
-        if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
+        if path and (_names_positions(name) or _names_positions(type(module).__name__)) and not _treats_each_alone(module):
             read = attributes_read(modules.values()) if read is None else read
             if not name.isdigit() and name not in read:
                 unused.append(path)
@@ -111,9 +111,10 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             yield path, CONVOLUTIONS
         elif _carries_state(module):
             yield path, "order-sensitive recurrent states"
-        tensors = {**module._parameters, **module._buffers, "position_ids": None}
-        for key in (key for key, tensor in tensors.items() if tensor is not None):
-            if not WORDS & {*_words(key)} or key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or key == "position_ids" or not _names_positions(key):
+                continue
+            if key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_COMPONENTS
@@ -141,7 +142,8 @@ def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> b
 
 
 @functools.lru_cache(maxsize=1024)
-def _words(name: str) -> list[str]:
-    """The words of a name in snake_case or CamelCase, in lowercase. For example, RoPEAttention has rope and attention."""
+def _names_positions(name: str) -> bool:
+    """Whether a name in snake_case or CamelCase has a word that indicates positions. RoPEAttention has rope and attention."""
     name = re.sub(r"RoPE", "Rope", name)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")
+    return not WORDS.isdisjoint(words)
