@@ -317,6 +317,8 @@ class PosEncModelMixin(EncodingModelMixin):
                 encodings = [part for spec in module.config.position_spec.all_encodings for part in spec.parts.values()]
                 if reason := dispatch.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
+                # Otherwise, the first compiled forward pass would register it, and would then be compiled again.
+                dispatch.register(module.config._attn_implementation)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize continuous batching, as Transformers does.
