@@ -64,8 +64,8 @@ def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
 def generate(model: Any, group: Group, settings: Settings) -> Run:
     """Greedy generation of as many tokens as the group's length, after prompts of PROMPT tokens."""
     prompts = inputs(group, settings)["input_ids"][:, :PROMPT]
-    most = {"max_new_tokens": group.length, "do_sample": False, "pad_token_id": 0}
-    return clocked(lambda: model.generate(prompts, torch.ones_like(prompts), **most), settings.device, settings.clock)
+    given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
+    return clocked(lambda: model.generate(prompts, max_new_tokens=group.length, **given), settings.device, settings.clock)
 
 
 def compare_compiled(group: Group, settings: Settings) -> dict[str, Record]:
