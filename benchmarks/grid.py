@@ -93,7 +93,7 @@ ON_CPU = (
     Group("train", 512, dropout=0.1),
     *(Group("decode", 4096, layers=12, host="gpt2", dtype=dtype) for dtype in (FLOAT, HALF)),
     Group("decode", 4096, layers=12, host="llama", encodings=("none", "rope", "alibi")),
-    Group("generate", 256, batch=8, layers=4, host="llama"),
+    Group("generate", 256, batch=8, layers=4, host="llama", encodings=COMMON),
     *(Group("compile", 512, host=host, encodings=COMMON) for host in ("bert", "llama")),
     *(
         Group("attention", length, batch=batch, layers=1, heads=heads, dtype=dtype)
