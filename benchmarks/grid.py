@@ -35,7 +35,7 @@ class Group:
     """Subjects that are compared with each other, in one process.
 
     kind: what is measured, a key of `measuring.KINDS`.
-    length: tokens of a text. For "decode", tokens in the cache.
+    length: tokens of a text. For "decode", tokens in the cache. For "generate", new tokens.
     `host`: the model type.
     padded: whether every other text is a quarter shorter.
     dropout: of hidden states and attention, as original models train.
@@ -94,6 +94,8 @@ ON_CPU = (
     Group("train", 512, dropout=0.1),
     *(Group("decode", 4096, layers=12, host="gpt2", dtype=dtype) for dtype in (FLOAT, HALF)),
     Group("decode", 4096, layers=12, host="llama", encodings=("none", "rope", "alibi")),
+    Group("generate", 256, batch=8, layers=4, host="llama", encodings=COMMON),
+    *(Group("compile", 512, host=host, encodings=COMMON) for host in ("bert", "llama")),
     *(
         Group("attention", length, batch=batch, layers=1, heads=heads, dtype=dtype)
         for dtype in (FLOAT, HALF)

@@ -14,6 +14,8 @@ KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
     "forward": functools.partial(whole.compare, whole.forward),
     "train": functools.partial(whole.compare, whole.train),
     "decode": whole.compare_decoding,
+    "generate": functools.partial(whole.compare, whole.generate),
+    "compile": whole.compare_compiled,
     "attention": attention.compare,
     "attention-train": attention.compare,
     "x-transformers": peers.compare_models,

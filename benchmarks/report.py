@@ -23,6 +23,8 @@ HEADINGS = {
     "forward": "Whole model, forward",
     "train": "Whole model, forward and backward",
     "decode": "One step of decoding",
+    "generate": "Greedy generation",
+    "compile": "Whole model, compiled: forward",
     "attention": "Attention alone, forward",
     "attention-train": "Attention alone, forward and backward",
     "x-transformers": "Compared with x-transformers",
@@ -45,7 +47,8 @@ def title(name: str, group: Record) -> str:
         return f"{name}: {group['what']}"
     host = HOSTS[group["host"]]
     shape = f"{group['layers']} layer{'s' * (group['layers'] > 1)} x {group['heads']} heads, {group['dtype']}"
-    more = [f"batch {group['batch']} x {group['length']}" if group["kind"] != "decode" else f"{group['length']} tokens cached"]
+    batch = f"batch {group['batch']} x {group['length']}"
+    more = [{"decode": f"{group['length']} tokens cached", "generate": f"{batch} new tokens"}.get(group["kind"], batch)]
     more += ["half of the rows a quarter padded"] * bool(group.get("padded"))
     more += [f"dropout {group['dropout']}"] if group.get("dropout") else []
     return f"{name}: {host}, {shape}, {', '.join(more)}"
@@ -132,6 +135,8 @@ FURTHER = {
     "copied_mb": "MB copied",
     "texts_per_second": "texts per second",
     "resident_mb": "peak of resident MB",
+    "graph_breaks": "graph breaks",
+    "recompilations": "recompilations",
 }
 """Optional field of a record -> the heading of its column."""
 

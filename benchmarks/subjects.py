@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     GPT2Model,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     PreTrainedModel,
     SwinConfig,
@@ -26,6 +27,8 @@ import hf_posenc
 from benchmarks.comparing import NONE
 from benchmarks.grid import Group, Settings
 
+PROMPT = 8
+"""Tokens of a prompt, and the number of tokens that a model for "decode" accepts beyond those in the cache."""
 VOCABULARY = 1000
 """Vocabulary size. It is small, because token embeddings aren't part of the cost of positions."""
 PATCHES = {"vit": 16, "swin": 4}
@@ -86,7 +89,8 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
         kept = {"depths": (group.layers // 2,) * 2, "num_heads": (group.heads // 2, group.heads), "embed_dim": 16 * group.heads}
         model = SwinModel(SwinConfig(**{"image_size": side(group), "patch_size": PATCHES["swin"], **kept, **changes}))
     else:
-        model = LlamaModel(LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **changes}))
+        config = LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, "eos_token_id": None, **changes})
+        model = (LlamaForCausalLM if group.kind == "generate" else LlamaModel)(config)
     model.set_attn_implementation("sdpa")
     made: Any = model
     return made.to(device=settings.device, dtype=getattr(torch, group.dtype)).eval()
@@ -98,8 +102,8 @@ def side(group: Group) -> int:
 
 
 def room(group: Group) -> int:
-    """Maximum length of the model. A model for "decode" must accept more tokens than are cached."""
-    return group.length + 8 if group.kind == "decode" else group.length
+    """Maximum length of the model in tokens."""
+    return group.length + PROMPT if group.kind in ("decode", "generate") else group.length
 
 
 def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings, **options: Any) -> PreTrainedModel:
@@ -119,10 +123,15 @@ def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
     return {"mechanisms": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
 
 
+def encoding_of(model: Any) -> str | None:
+    """The encoding of a model. None for an original model."""
+    chosen = getattr(model.config, "position_encoding", None)
+    return chosen and chosen["type"]
+
+
 def scores_content(model: Any) -> bool:
     """Whether a model's encoding depends on token content."""
-    chosen = getattr(model.config, "position_encoding", {"type": NONE})
-    return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].mechanisms()
+    return "score_bias" in hf_posenc.list_encodings()[encoding_of(model) or NONE].mechanisms()
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from benchmarks.scale import AFTERWARDS
 
 CHEAP = {"embed", "rotate", "distance_bias"}
 """The mechanisms of the encodings that targets call cheap."""
+COUNTS = {"graph breaks": "graph_breaks", "recompilations": "recompilations"}
+"""Unit of a target -> the field of a record that is compared with that of the reference."""
 
 
 def is_cheap(name: str, record: Record) -> bool:
@@ -38,7 +40,7 @@ class Target:
     applies: whether it applies to a subject.
     unit: the measurement that is compared with the bound. "x" is the throughput, "x time" the time, and "x memory" the peak
         memory, each relative to `against`. "MB more" is the peak memory in addition to that of `against`. "ms" is the time, and
-        "MB copied" the size of copied weights.
+        "MB copied" the size of copied weights. "graph breaks" and "recompilations" are in addition to those of `against`.
     """
 
     what: str
@@ -60,6 +62,8 @@ class Target:
             "MB more": f"{self.bound:g} MB more than {self.against}",
             "MB copied": f"{self.bound:g} MB",
         }
+        if self.unit in COUNTS:
+            return f"≤ {self.bound:g} {self.unit} more than {self.against}"
         what = ends.get(self.unit, f"{self.bound:g}x {self.against}")
         return f"{words.get(self.unit, 'memory')} {'≥' if self.at_least else '≤'} {what}"
 
@@ -68,6 +72,7 @@ def _shapes(kind: str, lengths: tuple[int, ...], dtypes: tuple[str, ...] = ("fp3
     return tuple(f"{kind}-{length}-{dtype}" for length in lengths for dtype in dtypes)
 
 
+COMPILED = ("compile-512-fp32", "compile-llama-512-fp32")
 TARGETS = (
     Target("cheap encodings: forward, 128 and 512", _shapes("forward", (128, 512)), is_cheap, 0.97),
     Target("cheap encodings: forward, 2048", _shapes("forward", (2048,)), is_cheap, 0.95, against=NONE),
@@ -94,7 +99,11 @@ TARGETS = (
         for name, bound in (("alibi", 0.97), ("rope", 0.97), ("t5", 1.3))
     ),
     Target("one step of decoding behind 4096", ("decode-gpt2-4096-fp32",), is_cheap, 1.1, "x time"),
-    Target("patch, 12 layers", ("patch",), lambda name, record: True, 50, "ms"),
+    Target("cheap encodings: generate 256 tokens", ("generate-llama-256-fp32",), is_cheap, 0.97),
+    Target("cheap encodings: compiled, 512", COMPILED, is_cheap, 0.97),
+    Target("compiled: graph breaks", COMPILED, lambda name, record: name != STOCK, 0, "graph breaks"),
+    Target("compiled: recompilations", COMPILED, lambda name, record: name != STOCK, 0, "recompilations"),
+    Target("patch, 12 layers", ("patch",), lambda name, record: True, 30, "ms"),
     Target("patch, 12 layers: weights", ("patch",), lambda name, record: True, 0, "MB copied"),
     Target("import hf_posenc", ("import",), named("hf_posenc"), 150, "ms"),
     Target("cheap encodings: train_mlm.py, a step", ("train_mlm",), is_cheap, 0.97),
@@ -142,6 +151,9 @@ def _figure(target: Target, record: Record, other: Record) -> tuple[float, tuple
         return record["milliseconds"], record.get("interval")
     if target.unit == "MB copied":
         return record["copied_mb"], None
+    if target.unit in COUNTS:
+        name = COUNTS[target.unit]
+        return record[name] - other[name], None
     if "peak_mb" not in other:
         return None
     if target.unit == "x memory":

@@ -1,4 +1,4 @@
-"""Measures whole models: a forward pass, a training step, and one step of decoding."""
+"""Measures whole models: a forward pass, compiled or not, a training step, one step of decoding, and generation."""
 
 import copy
 import inspect
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel, masking_utils
 
 from benchmarks.comparing import STOCK, Record, compared, peak
 from benchmarks.grid import Group, Settings
-from benchmarks.subjects import about, encodings, inputs, patched, scores_content, stock
+from benchmarks.subjects import PROMPT, about, encoding_of, encodings, inputs, patched, scores_content, stock
 from benchmarks.timing import Run, clocked
 
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
@@ -57,6 +59,36 @@ def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
         model(**given).last_hidden_state.float().square().mean().backward()
 
     return clocked(run, settings.device, settings.clock, after=lambda: model.zero_grad(set_to_none=True))
+
+
+def generate(model: Any, group: Group, settings: Settings) -> Run:
+    """Greedy generation of as many tokens as the group's length, after prompts of PROMPT tokens."""
+    prompts = inputs(group, settings)["input_ids"][:, :PROMPT]
+    given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
+    return clocked(lambda: model.generate(prompts, max_new_tokens=group.length, **given), settings.device, settings.clock)
+
+
+def compare_compiled(group: Group, settings: Settings) -> dict[str, Record]:
+    """Compare forward passes of compiled models, and count graph breaks, and the recompilations for two further lengths."""
+    counts: dict[str, Record] = {}
+
+    def step(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
+        given = inputs(group, settings)
+        compiled: Any = torch.compile(model)
+        counters.clear()
+        graphs = []
+        for length in (group.length, group.length // 2, group.length // 4):
+            with torch.no_grad():
+                compiled(**{name: tensor[:, :length] for name, tensor in given.items()})
+            graphs.append(counters["stats"]["unique_graphs"])
+        breaks = sum(counters["graph_break"].values())
+        counts[encoding_of(model) or STOCK] = {"graph_breaks": breaks, "recompilations": graphs[-1] - graphs[0]}
+        return forward(compiled, group, settings)
+
+    # All models run the same code, and torch limits how often one function is compiled.
+    with dynamo.patch(recompile_limit=100):
+        records = compare(step, group, settings)
+    return {name: {**record, **counts.get(name, {})} for name, record in records.items()}
 
 
 def compare_decoding(group: Group, settings: Settings) -> dict[str, Record]:

@@ -113,8 +113,10 @@ def accelerate_hook(module: nn.Module) -> Any:
 def is_quantized(model: Any) -> bool:
     """Whether a model has quantized weights. Transformers also calls some models quantized whose GGUF file it dequantized."""
     quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return False
     floats = all(parameter.is_floating_point() for parameter in model.parameters())
-    return quantizer is not None and not (floats and _is_from_gguf(getattr(quantizer, "quantization_config", None)))
+    return not (floats and _is_from_gguf(getattr(quantizer, "quantization_config", None)))
 
 
 def forget_gguf(config: Any) -> None:

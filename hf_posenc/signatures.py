@@ -1,5 +1,6 @@
 """Arguments of a module's call, for hooks that read or change them, and names that the code of modules uses."""
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,12 @@ def required_arguments(module: nn.Module) -> list[str]:
     return [each.name for each in arguments if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
+@functools.lru_cache(maxsize=1024)
+def names_used(function: Any) -> tuple[str, ...]:
+    """The names that the code of a function uses, beneath its decorators. Empty for a function without code."""
+    return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
+
+
 def token_argument(module: nn.Module) -> str:
     """The name of a module's argument for token IDs."""
     return next((TOKENS_AS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in TOKENS_AS), "input_ids")
@@ -42,6 +49,8 @@ def reads_tokens(module: nn.Module) -> bool:
 
 def flattens_ids(module: nn.Module) -> bool:
     """Whether a module flattens IDs with more dimensions than `[B, L]` to one text per row (multiple choice with GPT-2)."""
+    if {"view", "reshape"}.isdisjoint(names_used(type(module).forward)):
+        return False
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):  # A class defined in the interactive interpreter has no source.

@@ -1,5 +1,6 @@
 """The measurements of bench.py: rounds, ratios, memory, records, and reports. The tests assert no measured figure."""
 
+import functools
 import json
 import os
 import random
@@ -202,6 +203,26 @@ def test_a_record(kind, host):
     assert {"t5", "relative", "shaw", "learned"} <= learned and not {"alibi", "rope", "none"} & learned
     page = report.text(whole({group.name: record}))
     assert all(f"\n  {name} " in page for name in names)
+
+
+def test_generation_with_every_encoding_of_a_decoder():
+    record = measuring.measure(Group("generate", 3, host="llama", **SMALL), Settings(rounds=1, warmup=0, threads=1))
+    assert {*record["subjects"]} == {"stock", *suited("gpt2")}
+    assert not [each for each in record["subjects"].values() if "failed" in each], record
+
+
+@pytest.mark.slow
+def test_graphs_of_compiled_models_are_counted(monkeypatch):
+    """The graph breaks and the recompilations for other lengths are those of the original model."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    group, chosen = Group("compile", 32, **SMALL), Settings(rounds=1, warmup=0, threads=1, encodings=("alibi",))
+    record = measuring.measure(group, chosen)
+    counts = {name: (each["graph_breaks"], each["recompilations"]) for name, each in record["subjects"].items()}
+    assert counts == {"stock": (0, 1), "alibi": (0, 1)}
+    assert "graph breaks" in report.text(whole({group.name: record}))
+    found = [each.met for each in targets.verdicts({"compile-512-fp32": record}) if each.target.unit != "x"]
+    assert found == [True, True]
 
 
 def test_halves_and_padding():

@@ -106,8 +106,10 @@ def test_a_promised_length_bounds_the_exported_program():
 
 
 @pytest.mark.slow
-def test_one_compiled_graph_serves_all_lengths():
-    model, graphs = ready("bert", "rope+alibi"), CompileCounter()
+@pytest.mark.parametrize("max_length", [None, 9])
+def test_one_compiled_graph_serves_all_lengths(max_length):
+    torch._dynamo.reset()
+    model, graphs = ready("bert", "rope+alibi", max_length=max_length), CompileCounter()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for length in (5, 6, 7):
         with torch.no_grad():

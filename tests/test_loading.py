@@ -10,6 +10,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, CLIPTextMo
 
 import hf_posenc
 from closeness import assert_equal
+from hf_posenc.architectures import structure
+from hf_posenc.modeling import parameter_sharing
 from hf_posenc.serialization import tokenizer_files
 from models import BERT, LENGTH, VOCABULARY, first, stock, tiny, tokens
 
@@ -239,18 +241,60 @@ def test_spread_over_devices(folders, tmp_path):
 # Loading time.
 
 
+@pytest.mark.parametrize("encoding", ["rope", "shaw"])
+@pytest.mark.parametrize("host", ["bert", "gpt2", "bart", "llama", "vit"])
+def test_a_loaded_model_is_changed_instead_of_rebuilt(host, encoding, tmp_path, monkeypatch):
+    """The result is the same as that of `patch`, which builds a second model."""
+
+    def described(module):
+        settings = {name: value for name, value in vars(module).items() if type(value) in (bool, int, float, str)}
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        return type(module), settings, hooks, type(vars(module).get("config")), {*module._buffers}
+
+    stock(host).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    original = AutoModel.from_pretrained(tmp_path)
+    expected = hf_posenc.patch(original, encoding)
+    monkeypatch.delattr(parameter_sharing, "build_on_meta")
+    torch.manual_seed(0)
+    model = type(expected).from_pretrained(tmp_path, position_encoding=encoding)
+    vars(model).pop("_use_kernels", None)  # set by from_pretrained
+    modules = dict(model.named_modules())
+    assert {path: described(each) for path, each in modules.items()} == {
+        path: described(each) for path, each in expected.named_modules()
+    }
+    assert model.config.to_dict() == expected.config.to_dict()
+    state = model.state_dict()
+    for name, tensor in expected.state_dict().items():
+        assert_equal(state.pop(name), tensor)
+    assert not state
+    model.save_pretrained(tmp_path / "patched")
+    again = AutoModel.from_pretrained(tmp_path / "patched")
+    assert_equal(again.state_dict()[name], tensor)
+
+
+def test_a_loaded_model_with_another_length_is_rebuilt(folders):
+    """Buffers have the new length."""
+    model = hf_posenc.PosEncBertModel.from_pretrained(folders / "stock", position_encoding={**ROPE, "max_length": 99})
+    assert model.embeddings.position_ids.shape == (1, 99)
+
+
 @pytest.mark.parametrize("host", ["bert", "llama"])
 def test_walks_through_the_modules_do_not_grow_with_layers(host, monkeypatch):
     """Iterating over all modules once per layer would make loading quadratic in the number of layers. 200 layers took 2.4 times
     as long as the original.
     """
     walks = []
-    named_modules = torch.nn.Module.named_modules
+    named_modules, modules_by_path = torch.nn.Module.named_modules, structure.modules_by_path
 
     def counted(self, memo=None, prefix="", *args, **kwargs):
         if isinstance(self, PreTrainedModel) and not prefix:
             walks.append(type(self).__name__)
         return named_modules(self, memo, prefix, *args, **kwargs)
+
+    def counted_too(model, **kwargs):
+        walks.append(type(model).__name__)
+        return modules_by_path(model, **kwargs)
 
     def walks_of(layers):
         model = hf_posenc.patch(stock(host, num_hidden_layers=layers), "alibi")
@@ -259,6 +303,7 @@ def test_walks_through_the_modules_do_not_grow_with_layers(host, monkeypatch):
         return len(walks)
 
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    monkeypatch.setattr(structure, "modules_by_path", counted_too)
     assert walks_of(2) == walks_of(7) > 0
 
 

@@ -35,6 +35,7 @@ from hf_posenc.architectures.structure import (
     is_patched,
     layers_and_blocks,
     matching,
+    modules_by_path,
     original_class,
     parts_of,
     roles,
@@ -172,7 +173,7 @@ def _stacks_of(model: Any, where: Collection[str], front_ends: Collection[str]) 
             elif structure is not None:
                 found[path] = structure
     _check_where(model, where, found)
-    left = {*_attentions(dict(model.named_modules()))[0]}
+    left = {*_attentions(modules_by_path(model))[0]}
     if not left:
         raise none_found(type(model))
     left -= {f"{path}.{name}".lstrip(".") for path, structure in found.items() for name in structure.attentions}
@@ -211,8 +212,10 @@ def _role(stack: Any, cross_attentions: Collection[str]) -> str:
 def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The self-attentions and the cross-attentions, each by path."""
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
+    kinds = {type(module): module for module in modules.values()}
+    attending = {kind for kind, module in kinds.items() if _is_attention(module)}
     for path, module in modules.items():
-        if _is_attention(module) and custom.reads_tokens(path, module):
+        if type(module) in attending and custom.reads_tokens(path, module):
             layer = modules.get(path.rpartition(".")[0])
             found[_is_cross_attention(path, module) or _reads_memory(layer, module)][path] = module
     return found
@@ -221,7 +224,7 @@ def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module],
 def _modules_outside(stack: Any, paths: Iterable[str]) -> dict[str, nn.Module]:
     """The modules of a stack by path, without the modules at `paths` and their children."""
     inside = tuple(f"{path}." for path in paths)
-    return {path: module for path, module in stack.named_modules() if not f"{path}.".startswith(inside)}
+    return {path: module for path, module in modules_by_path(stack).items() if not f"{path}.".startswith(inside)}
 
 
 def _axes(stack: Any, components: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
@@ -244,7 +247,8 @@ def _find(stack: Any, taken: Collection[str], front_ends: Collection[str]) -> St
 
     Raises UnsupportedModelError if a positional component can't be replaced.
     """
-    apart = (path for path, module in stack.named_modules() if path and custom.name_of(module) in custom.OTHER_PARTS)
+    all_modules = modules_by_path(stack)
+    apart = (path for path, module in all_modules.items() if path and custom.name_of(module) in custom.OTHER_PARTS)
     taken = [*taken, *apart]
     modules = _modules_outside(stack, [*taken, *front_ends])
     _refuse_modules(stack, modules)
@@ -264,7 +268,6 @@ def _find(stack: Any, taken: Collection[str], front_ends: Collection[str]) -> St
     found = (component for kind in PositionComponent.kinds for component in kind.find(stack, others))
     known = (component for component in found if component.path not in declared)
     components = (*declared.values(), *known)
-    all_modules = dict(stack.named_modules())
     _, across = _attentions(all_modules)
     structure = Structure(
         *(stack, components, attentions, across, others_in_layers(modules, attentions)),
@@ -336,7 +339,7 @@ def order_aware_modules_of(structure: Structure) -> dict[str, nn.Module]:
 
 def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
     """The order-sensitive modules of a patched stack, in its layers and before them, by path."""
-    models = (path for path, module in stack.named_modules() if path and isinstance(module, PreTrainedModel))
+    models = (path for path, module in modules_by_path(stack).items() if path and isinstance(module, PreTrainedModel))
     modules = _modules_outside(stack, models)
     attentions, _ = _attentions(modules)
     return {**others_in_layers(modules, attentions), **_conv_stems(stack, modules, attentions)}
@@ -378,7 +381,7 @@ def _front_ends(model: Any) -> list[str]:
 
 def _with_own_config(model: Any) -> dict[str, Any]:
     """The submodels that have another kind of config than the model, by path. Only composite models have such submodels."""
-    inner = {path: module for path, module in model.named_modules() if path and isinstance(module, PreTrainedModel)}
+    inner = {path: module for path, module in modules_by_path(model).items() if path and isinstance(module, PreTrainedModel)}
     return {path: module for path, module in inner.items() if type(module.config) is not type(model.config)}
 
 

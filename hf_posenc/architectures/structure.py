@@ -65,7 +65,7 @@ class Structure:
         """The structure that a plan describes. Raises a ValueError that names the module if the plan doesn't fit the stack."""
         if changed := {name for name, value in plan.settings if getattr(stack.config, name, value) != value}:
             raise ValueError(f"config.{min(changed)} has changed since config.position_plan was made. {REMEDY}")
-        modules = dict(stack.named_modules())
+        modules = modules_by_path(stack)
         kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
         components: list[PositionComponent] = []
         for kind, pattern in plan.components:
@@ -101,7 +101,7 @@ class Structure:
 
         They are cached on first access, because one traversal per layer would take time quadratic in the number of layers.
         """
-        return dict(self.stack.named_modules())
+        return modules_by_path(self.stack)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -250,7 +250,7 @@ class Structure:
         declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
         return declared or custom.is_causal(attention) or self._uses_causal_mask
 
-    @property
+    @functools.cached_property
     def _uses_causal_mask(self) -> bool:
         """Whether the stack creates a causal mask. Its attentions may have no such attribute (CLIP's text model)."""
         config = self.stack.config
@@ -272,6 +272,24 @@ class Structure:
         return flags
 
 
+def modules_by_path(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+    """The same as `dict(model.named_modules())`, which is slow because it nests a generator for each level."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        if remove_duplicate and id(module) in seen:
+            return
+        seen.add(id(module))
+        found[path] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return found
+
+
 def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] = ()) -> dict[str, Structure]:
     """The structure of each stack of an original model by path, innermost first, as the plans in its config describe it.
 
@@ -282,7 +300,8 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
 
     Raises a ValueError that names the module if the plans don't fit.
     """
-    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    modules = modules_by_path(model)
+    models = {path: module for path, module in modules.items() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
     wanted = roles(where)
     there = {plan.role for plan in plans}
@@ -301,8 +320,8 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     taken = [module for module in models.values() if is_patched(module)]
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
-    left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
-    left = [path for path in left if custom.reads_tokens(path, model.get_submodule(path))]
+    left = [path for path, module in modules.items() if type(module) in classes and id(module) not in known]
+    left = [path for path in left if custom.reads_tokens(path, modules[path])]
     if where:
         left = [path for path in left if any(path.startswith(f"{stack}.") for stack in found)]
     if not (found or taken) or left:

@@ -4,7 +4,6 @@
 them. A checkpoint contains these modules only if its model has such an attention.
 """
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+
+from hf_posenc.signatures import names_used
 
 
 def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
@@ -98,8 +99,7 @@ def row_of(module: nn.Module) -> CustomAttention | None:
 
 def uses_interface(cls: type[nn.Module]) -> bool:
     """Whether an attention calls a function from Transformers' `ALL_ATTENTION_FUNCTIONS`."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+    return "ALL_ATTENTION_FUNCTIONS" in names_used(cls.forward)
 
 
 def name_of(module: nn.Module) -> str:

@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.components.component import is_transformers
-from hf_posenc.architectures.structure import is_patched, original_class
+from hf_posenc.architectures.structure import is_patched, modules_by_path, original_class
 from hf_posenc.configuration import PLACEMENT, PositionSpec
 from hf_posenc.encodings import quoted, short_repr
 from hf_posenc.modeling.derived import PosEncModelMixin, derive
@@ -186,13 +186,14 @@ def refuse(model: Any, call: str) -> None:
     refuse_wrapped(model, call)
     if isinstance(model, PosEncModelMixin):
         return
-    for path, module in model.named_modules():
+    modules = modules_by_path(model)
+    for path, module in modules.items():
         if isinstance(module, PosEncModelMixin) and is_patched(module):
             raise ValueError(
                 f"{path} of this {type(model).__name__} is already patched ({module.config.position_spec.type!r}). Call {call} "
                 f"on that submodel, or restore it first: model.{path} = hf_posenc.unpatch(model.{path})."
             )
-    if any(map(is_patched, model.modules())):
+    if any(map(is_patched, modules.values())):
         raise ValueError(
             f"{type(model).__name__} runs the code saved with its checkpoint (trust_remote_code). Import hf_posenc, then load "
             "it again."

@@ -215,7 +215,8 @@ def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
 def _empty(module: nn.Module | None) -> str | None:
     """The name of a tensor with uninitialized memory, or None."""
     valued = {name: tensor for name, tensor in _tensors(module).items() if tensor.is_floating_point() and not tensor.is_meta}
-    return next((name for name, tensor in valued.items() if tensor.isnan().any()), None)
+    # A sum takes one pass over the memory, but is also NaN for opposite infinities.
+    return next((name for name, tensor in valued.items() if tensor.sum().isnan() and tensor.isnan().any()), None)
 
 
 def _check_size(kind: str, modules: Encodings) -> None:

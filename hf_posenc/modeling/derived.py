@@ -180,6 +180,16 @@ class PosEncModelMixin(EncodingModelMixin):
         finally:
             BUILDING.model = outer
 
+    @classmethod
+    def change(cls, model: Any) -> None:
+        """Change an original model, whose config is already derived, into one of this class."""
+        outer = BUILDING.model
+        model.__class__, BUILDING.model = cls, model
+        try:
+            model.post_init()
+        finally:
+            BUILDING.model = outer
+
     def post_init(self) -> None:
         if BUILDING.model is not self and _is_built_within_another(self.config):
             super().post_init()
@@ -200,18 +210,19 @@ class PosEncModelMixin(EncodingModelMixin):
             )
         spec = self.config.position_spec
         stacks, within = dict[int, structure.Structure](), dict[int, specs.PositionSpec]()
+        modules = structure.modules_by_path(self).values()
         parts = structure.patched_parts(self, spec)
         if absent := [str(path) for path in spec.by_submodel if path not in [own.submodel for _, own in parts]]:
             ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
             self._keys_to_ignore_on_load_unexpected = [*ignored, *(rf"(^|\.){re.escape(path)}\." for path in absent)]
         for inner, own in parts:
             stacks |= {id(found.stack): found for found in self._stacks(inner, own).values()}
-            within |= dict.fromkeys(map(id, inner.modules()), replace(own, submodel=None))
-        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+            within |= dict.fromkeys(map(id, modules if inner is self else inner.modules()), replace(own, submodel=None))
+        models: list[Any] = [module for module in modules if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
             # A model around a submodel becomes derived if its config class is this model's, as the base model's is.
             ours = id(module) in within or type(module.config) is type(self.config)
-            if ours and any(id(part) in stacks for part in module.modules()):
+            if ours and (id(module) in stacks or any(id(part) in stacks for part in module.modules())):
                 # DETR's encoder has the whole model's config, which has the encoding already.
                 if id(module) in within and module is not self and type(module.config) is not type(self.config):
                     module.config.__class__ = derive(type(module.config))
@@ -258,7 +269,7 @@ class PosEncModelMixin(EncodingModelMixin):
         """The names of tied weights, without those of disabled positions, which UDOP ties."""
         tied: Any = getattr(self, "_tied_weights_keys", None)
         if isinstance(tied, dict):
-            modules = dict(self.named_modules())
+            modules = structure.modules_by_path(self)
             gone = {name for name in (*tied, *tied.values()) if isinstance(modules.get(name.rpartition(".")[0]), Disabled)}
             self._tied_weights_keys = {name: other for name, other in tied.items() if gone.isdisjoint((name, other))}
         return super().get_expanded_tied_weights_keys(all_submodels)
@@ -283,12 +294,13 @@ class PosEncModelMixin(EncodingModelMixin):
         if spec is None:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         kwargs.setdefault("use_safetensors", True)
-        loaded = cls.original_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         from hf_posenc.modeling import parameter_sharing
 
+        with parameter_sharing.WithoutInitialization():
+            loaded = cls.original_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         parameter_sharing.refuse_wrapped(model)
-        patched = parameter_sharing.to_derived(model, cls, spec)
+        patched = parameter_sharing.to_derived(model, cls, spec, just_loaded=True)
         return (patched, *info) if info else patched
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
@@ -312,6 +324,8 @@ class PosEncModelMixin(EncodingModelMixin):
                 encodings = [part for spec in module.config.position_spec.all_encodings for part in spec.parts.values()]
                 if reason := dispatch.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
+                # Otherwise, the first compiled forward pass would register it, and would then be compiled again.
+                dispatch.register(module.config._attn_implementation)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize continuous batching, as Transformers does.

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.modeling_utils import local_torch_dtype
@@ -25,6 +26,7 @@ from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
+from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, OriginalSpec, PositionSpec
 from hf_posenc.encodings import (
     PositionEncoding,
@@ -58,34 +60,38 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
         raise ValueError(
             f"The model is quantized, so its parameters can't be shared. Call {call} first, then quantize. {unchanged}"
         )
-    if _compat.has_adapters(model) or any("lora_" in name for name, _ in model.named_modules()):
+    modules = structure.modules_by_path(model)
+    if _compat.has_adapters(model) or any("lora_" in name for name in modules):
         raise ValueError(f"The model contains PEFT adapters. {order}")
-    if any(_compat.accelerate_hook(module) is not None for module in model.modules()):
+    if any(_compat.accelerate_hook(module) is not None for module in modules.values()):
         raise ValueError(
             "The model is distributed by Accelerate's hooks (device_map, offload). Load it on one device, and call "
             f"{call} first. {unchanged}"
         )
-    if any(p.device.type == "meta" for p in model.parameters()):
+    if any(each is not None and each.is_meta for module in modules.values() for each in module._parameters.values()):
         raise ValueError(f"The model has parameters on the meta device. Load its weights first. {unchanged}")
 
 
-def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
+def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True, just_loaded: bool = False) -> Any:
     """Create a patched model of the class `derived` from an original one, or from one with other patched submodels.
 
     `model` doesn't change, and nothing is calibrated.
+
+    just_loaded: whether nobody else has `model`, which is as its class creates it. It may then be changed into the result.
 
     Raises ValueError (UnsupportedModelError) if the encoding can't be installed in it.
     """
     config = copy.deepcopy(model.config)
     already = specs.read(config).by_submodel if hasattr(config, "position_spec") else {}
     plans: dict[str | None, Iterable[specs.StackPlan]] = {path: specs.plans_of(config, path) for path in already}
-    added = dict[str | None, PositionSpec]()
+    added, positions = dict[str | None, PositionSpec](), dict[int, tuple[Tensor | None, dict[str, Tensor]]]()
     stacks: list[structure.Structure] = []
     for path, each in spec.by_submodel.items():
         found, added[path] = _fitted(model, each, keep_original)
         plans[path] = detection.plan_of(found)
         encoding_checks.check(found.values(), added[path])
         stacks += found.values()
+        positions |= {id(part.stack): _positions(part, added[path].original) for part in found.values()}
     combined = PositionSpec.joined({**already, **added}.values())
     specs.change_class(config, derived.config_class)
     specs.write(config, combined)
@@ -94,21 +100,23 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     if combined.max_length is not None and rows is not None and combined.replaces_all:
         setattr(config, LENGTH_FIELD, combined.max_length + stacks[0].offset)
         config.check_size()
-    patched = build_on_meta(derived, config, like=model)
-    share_parameters(model, patched)
-    share_encodings(model, patched)
-    like = next(next(iter(stacks[0].attentions.values())).parameters())
     before = encodings_in(model)
+    if just_loaded and _can_change(model, config):
+        patched = _changed(model, derived, config)
+    else:
+        patched = build_on_meta(derived, config, like=model)
+        share_parameters(model, patched)
+        share_encodings(model, patched)
+    like = next(next(iter(stacks[0].attentions.values())).parameters())
     new = {path: module for path, module in encodings_in(patched).items() if path not in before}
     for path, module in new.items():
         if path.endswith("posenc") and isinstance(module, PositionEncoding):
             owner = patched.get_submodule(path.removesuffix("posenc").rstrip("."))
             placed(module.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
     initialize_missing(module for module in new.values() if isinstance(module, PositionEncoding))
-    of_stock = {id(found.stack): found for found in stacks}
-    for name, stack in patched.named_modules():
-        if structure.is_patched(stack) and (original := of_stock.get(id(model.get_submodule(name)))):
-            _copy_positions(original, stack)
+    for name, stack in structure.modules_by_path(patched).items():
+        if structure.is_patched(stack) and (original := positions.get(id(model.get_submodule(name)))):
+            _copy_positions(*original, stack)
     return patched
 
 
@@ -135,6 +143,35 @@ def _fitted(model: Any, spec: PositionSpec, keep_original: bool) -> tuple[dict[s
     return found, replace(spec, original=host, calibration=None)
 
 
+def _can_change(model: Any, config: Any) -> bool:
+    """Whether an original model differs from one that is built from a derived config only by the encoding.
+
+    Buffers can depend on the maximum length. Composite models have several configs.
+    """
+    same_length = specs.length_of(config) == specs.length_of(model.config)
+    placed_whole = not ({"hf_quantizer", "hf_device_map"} & vars(model).keys())
+    return same_length and placed_whole and is_transformers(type(model)) and not specs.part_names(config)
+
+
+def _changed(model: Any, derived: Any, config: Any) -> Any:
+    """Change an original model into a patched one with a derived config, on the meta device as in `build_on_meta`."""
+    stock, device = type(model.config), model.device
+    modules = structure.modules_by_path(model).values()
+    configs = {id(each): each for module in modules if type(each := vars(module).get("config")) is stock}
+    for each in configs.values():  # T5's encoder and decoder have their own
+        specs.change_class(each, derived.config_class)
+        vars(each).update({name: vars(config)[name] for name in ("position_encoding", specs.PARSED, specs.PLAN)})
+        _compat.forget_gguf(each)
+    _compat.drop_weight_conversions(model)
+    with global_rng_lock(), torch.device("meta"):
+        derived.change(model)
+    for module in structure.modules_by_path(model).values():
+        module.training = model.training
+        mark(module)
+    compute_buffers(model, device)
+    return model
+
+
 def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
     """Raises ValueError for the encoding that a model had in Transformers v4, because its vectors would now be random."""
     for found in stacks:
@@ -148,16 +185,22 @@ def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionS
             )
 
 
-def _copy_positions(found: structure.Structure, stack: Any) -> None:
-    """Copy the original learned positions to the buffers that keep them, and to an encoding that starts from them."""
+def _positions(found: structure.Structure, host: OriginalSpec | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The original position embeddings, if any, and if they are kept, all learned tensors that `unpatch` needs, by key."""
     table = next((table for component in found.components if (table := component.table()) is not None), None)
+    kept = found.saved_shapes(host.rows) if host is not None and host.kept else ()
+    return table, {key: found.stack.get_parameter(key) for key in kept}
+
+
+def _copy_positions(table: Tensor | None, kept: dict[str, Tensor], stack: Any) -> None:
+    """Copy the original learned positions to the buffers that keep them, and to an encoding that starts from them."""
     with torch.no_grad():
         stack.posenc.init_from_original_table(table)
         if "cross" in stack.posenc._modules:
             stack.posenc.cross.init_from_original_table(None)
         if "original" in stack.posenc._modules:
-            for key, kept in stack.posenc.original.named_buffers():
-                kept.copy_(found.stack.get_parameter(key))
+            for key, buffer in stack.posenc.original.named_buffers():
+                buffer.copy_(kept[key])
 
 
 def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
@@ -246,7 +289,8 @@ def fingerprint(stacks: Iterable[structure.Structure]) -> str:
         for name, parameter in sorted(found.stack.named_parameters()):
             if name.partition(".")[0] in parts or parameter is embeddings:
                 flat = parameter.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+                step = max(1, flat.numel() // 64)
+                sample = flat[: 64 * step : step].float().cpu()
                 digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -263,6 +307,20 @@ def _public_name(name_or_path: str) -> str:
     return name_or_path if cached.is_dir() else ""
 
 
+INITIALIZERS = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)
+"""The functions of torch's modules that a TorchFunctionMode can replace."""
+
+
+class WithoutInitialization(TorchFunctionMode):
+    """Skips torch's initialization of tensors on the meta device, which have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in INITIALIZERS and given["tensor"].is_meta:
+            return given["tensor"]
+        return func(*args, **given)
+
+
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
     """Build a model on the meta device, where it takes no memory, as Transformers does for models that it loads.
 
@@ -272,7 +330,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
     random = torch.random.fork_rng(devices=[])  # for original models that draw values on the CPU nevertheless
-    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops():
+    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops(), WithoutInitialization():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
             other = cls(config, **arguments)
@@ -320,13 +378,15 @@ def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = 
 
     rebuilt: the paths of modules that may differ.
     """
-    theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
+    theirs, ours = (structure.modules_by_path(each, remove_duplicate=False) for each in (source, target))
     for name, module in _in_common(ours, theirs):
         other = theirs.get(name)
         if name in rebuilt:
             continue
-        if other is None or _class_name(module) != _class_name(other):
+        if type(other) is not type(module) and (other is None or _class_name(module) != _class_name(other)):
             return f"{name!r} is a {type(other).__name__}, but the config of this model describes a {type(module).__name__}"
+        if not (module._parameters or other._parameters):  # type: ignore[union-attr]
+            continue
         silent = {*disabled_names(module), *disabled_names(other)}
         described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
         if differing := sorted((described ^ given) - silent):
@@ -341,7 +401,7 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
     silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Disabled)}
     inside = tuple(f"{name}." for name in silenced)
     for name, module in modules.items():
-        if name not in silenced and not name.startswith(inside) and "posenc" not in name.split("."):
+        if name not in silenced and not name.startswith(inside) and not ("posenc" in name and "posenc" in name.split(".")):
             yield name, module
 
 
@@ -361,15 +421,16 @@ def share_parameters(
             f"{found}. A model with replaced parts can't be rebuilt from its config. Patch the model as its class creates it, "
             "and replace its parts afterwards. The model was not changed."
         )
-    theirs = dict(source.named_modules(remove_duplicate=False))
+    theirs = structure.modules_by_path(source, remove_duplicate=False)
     lengths = specs.length_of(source.config), specs.length_of(target.config)
     before = (
         dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt or resized else {}
     )
-    for name, module in target.named_modules():
+    ours = structure.modules_by_path(target)
+    for name, module in ours.items():
         if name in theirs:
             module.training = theirs[name].training
-    for name, module in _in_common(dict(target.named_modules()), theirs):
+    for name, module in _in_common(ours, theirs):
         if name in rebuilt:
             continue
         other = theirs[name]
@@ -391,18 +452,21 @@ def share_parameters(
         for key, value in vars(other).items():
             # Users set dropout probabilities, the mode, and checkpointing. Names with _ are private to Transformers. A number
             # in a tensor is the longest length so far for which RoPE buffers were computed.
+            if key == _compat.GRADIENT_CHECKPOINTING:
+                setattr(module, key, value)
+            if key[0] == "_" or key == _compat.QUANTIZED or (mine := getattr(module, key, None)) is value:
+                continue
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             # A length that follows from the config stays the target's.
-            by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
-            by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
-            setting = number and key[0] != "_" and key != _compat.QUANTIZED
-            if key == _compat.GRADIENT_CHECKPOINTING or (setting and not by_length):
+            by_length = type(value) is int and (value, mine) == lengths
+            by_length |= name in before and _differs(getattr(before[name], key, None), mine)
+            if number and not by_length:
                 setattr(module, key, value)
-    if any(map(structure.is_patched, target.modules())):
+    if any(map(structure.is_patched, ours.values())):
         hooks.wrap_gradient_checkpointing(target)
-    for module in target.modules():
+    for module in ours.values():
         mark(module)  # otherwise, a model made from this one draws new weights
-    for module in reversed(list(target.modules())):  # submodels initialize their own buffers first
+    for module in reversed(ours.values()):  # submodels initialize their own buffers first
         if isinstance(module, PreTrainedModel):
             _compat.forget_gguf(module.config)
             compute_buffers(module, source.device)
@@ -429,7 +493,7 @@ def _class_name(module: nn.Module) -> tuple[str, str]:
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that are still on the meta device, as Transformers does for a model that it loads."""
-    for name, module in model.named_modules():
+    for name, module in structure.modules_by_path(model).items():
         left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if left and "posenc" not in name.split("."):
             for key in left:

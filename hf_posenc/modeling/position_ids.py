@@ -437,22 +437,23 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | 
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return
-    if cache is not None and cache.is_compileable:
-        # A static cache counts on its device, but its size is known without reading the count.
-        total = cache.get_max_length()
+    # A static cache counts on its device, but its size is known without reading the count.
+    is_static = cache is not None and cache.is_compileable
+    total = cache.get_max_length() if is_static else length_of(past + length, ids, limit)
+    if total <= limit:
+        return  # before a message formats the length, for which torch.compile would compile each length separately
+    if is_static:
         what = f"A static cache of {total} tokens is longer than"
+    elif ids is not None and total != past + length:
+        what = f"position_ids up to {total - 1 + stack.posenc_state.inputs.offset} don't fit"
     else:
-        total = length_of(past + length, ids, limit)
         what = f"An input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
-        if ids is not None and total != past + length:
-            what = f"position_ids up to {total - 1 + stack.posenc_state.inputs.offset} don't fit"
-    if total > limit:
-        spec = stack.posenc_state.spec
-        if spec.encoding.needs_max_length(stack.posenc.geometry):
-            longer = ", or extend the model with hf_posenc.extend(model, max_length, method=…)"
-        else:
-            longer = ", or raise the limit with hf_posenc.extend(model, max_length=…)"
-        raise ValueError(
-            f"{what} max_length={limit} of this model's {spec.type!r} encoding. Truncate the "
-            f"input (tokenizer: truncation=True, max_length=…){longer}."
-        )
+    spec = stack.posenc_state.spec
+    if spec.encoding.needs_max_length(stack.posenc.geometry):
+        longer = ", or extend the model with hf_posenc.extend(model, max_length, method=…)"
+    else:
+        longer = ", or raise the limit with hf_posenc.extend(model, max_length=…)"
+    raise ValueError(
+        f"{what} max_length={limit} of this model's {spec.type!r} encoding. Truncate the "
+        f"input (tokenizer: truncation=True, max_length=…){longer}."
+    )

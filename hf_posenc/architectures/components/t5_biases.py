@@ -53,8 +53,10 @@ def _maker(module: Any) -> tuple[str, str] | None:
     if not is_transformers(type(module)):
         return None
     table, *methods = MAKERS.get(type(module).__name__, (TABLE, *METHODS))
+    if table not in module._modules:
+        return None
     method = next((name for name in methods if hasattr(module, name)), None)
-    return None if method is None or table not in module._modules else (table, method)
+    return None if method is None else (table, method)
 
 
 class DisabledBias(Disabled):

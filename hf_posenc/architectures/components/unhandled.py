@@ -1,7 +1,6 @@
 """Finds unsupported positional components, and modules that depend on token order."""
 
-import inspect
-import itertools
+import functools
 import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from hf_posenc import _compat
 from hf_posenc.architectures.components.component import is_one_of, is_transformers
 from hf_posenc.architectures.components.vision import cuts_patches
-from hf_posenc.signatures import argument_names, attributes_read
+from hf_posenc.signatures import argument_names, attributes_read, names_used
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words in names that indicate positions. Only whole words count, so "decomposition" and "properties" don't match."""
@@ -44,8 +43,7 @@ def is_order_sensitive(module: nn.Module) -> bool:
 
 
 def _carries_state(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    return not STATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    return not STATES.isdisjoint(names_used(type(module).forward))
 
 
 def convolves(path: str, module: nn.Module) -> bool:
@@ -84,20 +82,21 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
     Modules that are never called don't count.
     """
     unused: list[str] = []
+    inside = tuple(f"{each}." for each in claimed)
     read: set[str] | None = None
     of_other_inputs = {OF_OTHER_INPUTS.get(cls.__name__) for cls in type(stack).__mro__}
     for path, module in modules.items():
         name = path.rpartition(".")[2]
-        if path.startswith(tuple(f"{outer}." for outer in unused)):
+        if unused and path.startswith(tuple(f"{outer}." for outer in unused)):
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
         if is_one_of(OF_BOXES, module):
             unused.append(path)  # by the tokens' order
             continue
-        if _lies_in(path, claimed) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
+        if f"{path}.".startswith(inside) or OTHER_INPUTS.search(path) or path in of_other_inputs or is_one_of(SUMS, module):
             continue
-        if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
+        if path and (_names_positions(name) or _names_positions(type(module).__name__)) and not _treats_each_alone(module):
             read = attributes_read(modules.values()) if read is None else read
             if not name.isdigit() and name not in read:
                 unused.append(path)
@@ -112,19 +111,15 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             yield path, CONVOLUTIONS
         elif _carries_state(module):
             yield path, "order-sensitive recurrent states"
-        tensors = {**module._parameters, **module._buffers, "position_ids": None}
-        for key in (key for key, tensor in tensors.items() if tensor is not None):
-            if not WORDS & {*_words(key)} or key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or key == "position_ids" or not _names_positions(key):
+                continue
+            if key in (OF_OTHER_INPUTS.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_COMPONENTS
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", JOINED
-
-
-def _lies_in(path: str, claimed: Set[str]) -> bool:
-    """Whether a module, or a module that contains it, is claimed."""
-    return not claimed.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _treats_each_alone(module: nn.Module) -> bool:
@@ -146,7 +141,9 @@ def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> b
     return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
 
 
-def _words(name: str) -> list[str]:
-    """The words of a name in snake_case or CamelCase, in lowercase. For example, RoPEAttention has rope and attention."""
+@functools.lru_cache(maxsize=1024)
+def _names_positions(name: str) -> bool:
+    """Whether a name in snake_case or CamelCase has a word that indicates positions. RoPEAttention has rope and attention."""
     name = re.sub(r"RoPE", "Rope", name)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")
+    return not WORDS.isdisjoint(words)
