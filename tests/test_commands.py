@@ -90,6 +90,7 @@ def models(tmp_path_factory):
         ("gpt2", 128, gpt2),
         ("gpt2-alibi", 128, hf_posenc.patch(gpt2, "alibi")),
         ("openai/clip-vit-base-patch32", 24, tiny("CLIPModel")),
+        ("google/vit-base-patch16-224", None, stock("vit")),
     ):
         model.save_pretrained(path / name)
         if length:
@@ -231,11 +232,11 @@ FROM_THE_FOLDER = {"model", "tokenizer", "evaluation", "metadata"}
 LEFT_OUT = {
     "push": FROM_THE_FOLDER | {"figures", "token"},  # a token on a command line is kept in the shell's history
     "model-card": FROM_THE_FOLDER,
-    "convert": {"tokenizer", "options"},
+    "convert": {"tokenizer", "options", "inputs"},
     "patch": {"options"},
     "extend": {"settings"},
 }
-"""Keyword arguments without a flag: values from the directory, and settings that --option sets."""
+"""Keyword arguments without a flag: values from the directory, batches, and settings that --option sets."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -279,7 +280,7 @@ REFUSED = [
     ("patch bert-alibi rope --output-dir {new}", "already"),
     ("extend bert-base-uncased --max-length 640 --method linar --output-dir {new}", "did you mean 'linear'?"),
     ("extend gpt2 --max-length 256 --method keep_first --option kep=3 --output-dir {new}", "did you mean 'keep'?"),
-    ("extend bert-alibi --output-dir {new}", "Set --max-length or --no-limit"),
+    ("extend bert-alibi --output-dir {new}", "Set --max-length, --no-limit, or --image-size"),
     (
         "extend bert-alibi --max-length 9 --no-limit --output-dir {new}",
         "--max-length 9 and --no-limit exclude each other",

@@ -10,20 +10,20 @@ from transformers.cache_utils import DynamicLayer
 
 from checks.generation import PAGED
 from closeness import assert_close
-from hf_posenc.encodings import rotation
+from hf_posenc.encodings import rope
 from models import ALL_WAYS, CACHE, ENCODINGS, OFFSET, first, in_turn, pairs, patched, tokens
 
 
 def test_a_decode_step_rotates_one_key(monkeypatch):
     model = patched("gpt2", "rope", "LMHeadModel", n_positions=1200)
     rotated = []
-    turn = rotation.Rotation.apply
+    turn = rope.rotated
 
     def counted(states, *others):
         rotated.append(states.shape[2])
         return turn(states, *others)
 
-    monkeypatch.setattr(rotation.Rotation, "apply", counted)
+    monkeypatch.setattr(rope, "rotated", counted)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens(1, 1024), **{CACHE: cache})

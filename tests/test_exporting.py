@@ -236,7 +236,12 @@ def test_angles_without_effect(name):
         ("ViTModel", "rope", {}, "Nearest: additive encodings and none"),
         ("MarianMTModel", "none", {}, "MarianMTModel computes its positions"),
         ("BertModel", "sinusoidal", {"inject": "every_layer"}, "BertModel adds vectors to its input only"),
-        ("CLIPModel", "sinusoidal", {"submodel": "vision_model"}, "only the vision_model of this composite model"),
+        (
+            "CLIPModel",
+            "sinusoidal",
+            {"submodel": "vision_model"},
+            "only submodels of this composite model are patched: vision_model",
+        ),
         ("MPNetModel", "t5", {"num_buckets": 64, "max_distance": 200}, "num_buckets=32"),
     ],
     ids=str,
