@@ -290,6 +290,10 @@ def modules_by_path(model: nn.Module, remove_duplicate: bool = True) -> dict[str
     return found
 
 
+class OtherStack(ValueError):
+    """The plans describe another class of stack than those of the model, such as Dinov2Model for Dinov2Backbone."""
+
+
 def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] = ()) -> dict[str, Structure]:
     """The structure of each stack of an original model by path, innermost first, as the plans in its config describe it.
 
@@ -298,7 +302,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
 
     where: the placement of a spec. If it isn't empty, stacks that it doesn't name are skipped.
 
-    Raises a ValueError that names the module if the plans don't fit.
+    Raises a ValueError that names the module if the plans don't fit, and OtherStack if the model has none of their stacks.
     """
     modules = modules_by_path(model)
     models = {path: module for path, module in modules.items() if isinstance(module, PreTrainedModel)}
@@ -326,7 +330,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
         left = [path for path in left if any(path.startswith(f"{stack}.") for stack in found)]
     if not (found or taken) or left:
         place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
-        raise ValueError(
+        raise (ValueError if left else OtherStack)(
             f"config.position_plan of this {type(model).__name__} {'omits' if left else 'describes'} {place}"
             f"{'' if left else ', which the model does not have'}. {REMEDY}"
         )

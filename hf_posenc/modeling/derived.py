@@ -240,7 +240,8 @@ class PosEncModelMixin(EncodingModelMixin):
         """The stacks by path, as described by the config's plan. If the config has no plan, they are detected.
 
         A config without a plan gets one when it is saved. A plan may not fit because it was made with another version of
-        Transformers, whose modules differ. With hf-posenc, they are detected again.
+        Transformers, whose modules differ, or for another class with the same config (Dinov2Model for Dinov2Backbone). With
+        hf-posenc, they are detected again.
 
         Raises ValueError if a plan doesn't fit and hf-posenc is missing, or if the config records no other version.
         """
@@ -249,7 +250,7 @@ class PosEncModelMixin(EncodingModelMixin):
                 return structure.planned_in(inner, plans, spec.where)
             except ValueError as misfit:
                 made_with = self.config.transformers_version
-                if made_with in (None, transformers.__version__):
+                if made_with in (None, transformers.__version__) and (IS_COPY or not isinstance(misfit, structure.OtherStack)):
                     raise
                 if IS_COPY:
                     raise ValueError(
