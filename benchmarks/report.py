@@ -14,7 +14,7 @@ from hf_posenc.plots.speed_records import groups_by_panel
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
     "ms: the median. x stock, x none: throughput as a ratio to theirs, taken within rounds; below 1 is slower than they are, "
-    "above 1 faster; [its 95 % interval]. Targets say what they compare: throughput, time or memory."
+    "above 1 faster; [its 95 % interval]. A target is a bound on throughput, unless it says time or memory."
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "swin": "Swin", "vit": "ViT"}
 FORWARD, TRAINING = "forward-512-fp32", "train-512-fp32"

@@ -58,7 +58,7 @@ class Target:
 
     @property
     def shown_bound(self) -> str:
-        words = {"x": "throughput", "x time": "time", "ms": "time", "MB copied": "copied"}
+        words = {"x": "", "x time": "time ", "ms": "time ", "MB copied": "copied "}
         ends = {
             "ms": f"{self.bound:g} ms",
             "MB more": f"{self.bound:g} MB more than {self.against}",
@@ -67,7 +67,7 @@ class Target:
         if self.unit in COUNTS:
             return f"≤ {self.bound:g} {self.unit} more than {self.against}"
         what = ends.get(self.unit, f"{self.bound:g}x {self.against}")
-        return f"{words.get(self.unit, 'memory')} {'≥' if self.at_least else '≤'} {what}"
+        return f"{words.get(self.unit, 'memory ')}{'≥' if self.at_least else '≤'} {what}"
 
 
 def _shapes(kind: str, lengths: tuple[int, ...], dtypes: tuple[str, ...] = ("fp32", "bf16")) -> tuple[str, ...]:
