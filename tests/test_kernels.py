@@ -870,3 +870,13 @@ def test_an_own_function_named_sdpa_gets_a_mask():
     theirs = biased(states, None, encoding, context, forward=own)
     assert seen[0].shape == (1, H, 300, 300)
     assert_close(biased(states, None, encoding, context), theirs)
+
+
+@pytest.mark.parametrize("encoding", ["fox", "cope"])
+def test_keys_after_a_query_do_not_count_under_a_mask_that_shows_them(encoding):
+    """With and without gradients, a 4-D mask that shows all keys gives the same outputs."""
+    model = patched("llama", encoding, max_length=300)
+    ids, mask = tokens(1, 300), torch.ones(1, 1, 300, 300, dtype=torch.bool)
+    outputs = model(input_ids=ids, attention_mask=mask)[0]
+    with torch.no_grad():
+        assert_close(model(input_ids=ids, attention_mask=mask)[0], outputs.detach(), atol=1e-4, rtol=1e-4)

@@ -68,6 +68,8 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in by_content))
     ):
         spans = _visible_spans(call)
+    if backend == "heads" and biasing[0].causal_only and spans is not None and not spans.is_causal:
+        spans = None  # Blocks would count keys after a query, as a mask for a prefix shows them.
     return (backend, spans) if spans is not None else ("dense", None)
 
 
