@@ -872,11 +872,12 @@ def test_an_own_function_named_sdpa_gets_a_mask():
     assert_close(biased(states, None, encoding, context), theirs)
 
 
+@pytest.mark.parametrize("shown", [lambda i, j: j > -1, lambda i, j: j < 100, lambda i, j: (j <= i) & (j < 280)])
 @pytest.mark.parametrize("encoding", ["fox", "cope"])
-def test_keys_after_a_query_do_not_count_under_a_mask_that_shows_them(encoding):
-    """With and without gradients, a 4-D mask that shows all keys gives the same outputs."""
-    model = patched("llama", encoding, max_length=300)
-    ids, mask = tokens(1, 300), torch.ones(1, 1, 300, 300, dtype=torch.bool)
+def test_blocks_of_keys_up_to_each_query_only(encoding, shown):
+    """With and without gradients, 4-D masks that show later keys, or hide a query's own key, give the same outputs."""
+    model, index = patched("llama", encoding, max_length=300), torch.arange(300)
+    ids, mask = tokens(1, 300), shown(index[:, None], index[None]).expand(1, 1, 300, 300)
     outputs = model(input_ids=ids, attention_mask=mask)[0]
     with torch.no_grad():
         assert_close(model(input_ids=ids, attention_mask=mask)[0], outputs.detach(), atol=1e-4, rtol=1e-4)

@@ -475,5 +475,7 @@ def patched_parts(model: Any, spec: PositionSpec) -> list[tuple[Any, PositionSpe
 
 
 def part(model: Any, path: str | None) -> Any:
-    """The submodel at a path of `parts_of`. If the path is None, the model itself."""
-    return model if path is None else parts_of(model).get(path) or model.base_model.get_submodule(path)
+    """The submodel at a path of `parts_of`. If the path is None, or for DETR's encoder, which has the whole model's config, the
+    model itself.
+    """
+    return model if path is None or is_patched(model) else parts_of(model).get(path) or model.base_model.get_submodule(path)

@@ -68,9 +68,14 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in by_content))
     ):
         spans = _visible_spans(call)
-    if backend == "heads" and biasing[0].causal_only and spans is not None and not spans.is_causal:
-        spans = None  # Blocks would count keys after a query, as a mask for a prefix shows them.
+    if backend == "heads" and biasing[0].causal_only and spans is not None and not _sees_itself(spans, query.shape[2]):
+        spans = None  # Blocks count the keys up to each query.
     return (backend, spans) if spans is not None else ("dense", None)
+
+
+def _sees_itself(spans: VisibleSpans, queries: int) -> bool:
+    """Whether each query sees its own key, and none after it."""
+    return spans.is_causal and all(end >= queries + spans.shift for _, _, _, end in spans.spans)
 
 
 def _reads_views(query: Tensor) -> bool:
