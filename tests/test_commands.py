@@ -491,3 +491,18 @@ def test_completes_without_torch(line, expected):
     environment = {**os.environ, **place}
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.split() == [expected], done.stderr
+
+
+def test_processors_are_saved_with_the_new_image_size(tmp_path):
+    """The processor of images goes with the model. Its sizes change with the model's."""
+    stock("vit").save_pretrained(tmp_path / "vit")
+    whole, edge = {"height": 16, "width": 16}, {"shortest_edge": 16}
+    for size in (whole, edge):
+        settings = {"image_processor_type": "ViTImageProcessor", "do_normalize": False, "size": size, "crop_size": whole}
+        (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(settings))
+        for name, flags, expected in (("extend", ("--image-size", "48"), 48), ("patch", ("alibi",), 16)):
+            words = [name, tmp_path / "vit", *flags, "--output-dir", tmp_path / "new", "--overwrite"]
+            shown = "".join(invoke(words))
+            saved = json.loads((tmp_path / "new" / "preprocessor_config.json").read_text())
+            sizes = {"size": dict.fromkeys(size, expected), "crop_size": dict.fromkeys(whole, expected)}
+            assert saved == settings | sizes and "processor, so none" not in shown

@@ -184,7 +184,7 @@ def test_other_processes_load_it(tmp_path):
         ("Dinov2", dict(image_size=(48, 24)), "Choose a square size"),
         ("beit", dict(image_size=(48, 24)), "relative_position_bias_table of BeitModel"),
         ("dinov3", dict(image_size=48), "Pass images of this size to the model directly"),
-        ("Swin", dict(image_size=48), "Pass images of this size to the model directly"),
+        ("Swin", dict(image_size=48), "pass them to the model directly"),
         ("SegGpt", dict(image_size=48), "rel_pos_h of SegGptModel"),
         ("VideoMAE", dict(image_size=48), "doesn't read images as a grid"),
         ("Bert", dict(image_size=48), "For longer texts, pass max_length"),

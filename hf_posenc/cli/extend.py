@@ -70,4 +70,4 @@ def extend(
     size = None if image_size is None else parse_value(image_size)
     out, original = Output(as_json), Original.load(model)
     extended = hf_posenc.extend(original.model, max_length, method, image_size=size, submodel=submodel, where=where, **settings)
-    out.document(save(out, extended, original, output_dir, submodel))
+    out.document(save(out, extended, original, output_dir, submodel, size))

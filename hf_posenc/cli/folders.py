@@ -34,9 +34,12 @@ MODEL_FILES = re.compile(
     r"chat_template\.(jinja|json)|additional_chat_templates|"
     r"((entity_)?vocab|vocab-(src|tgt))\.json|vocab\.txt|merges\.txt|bpe\.codes|prophetnet\.tokenizer|"
     r"(spiece|sentencepiece(\.bpe)?|spm|spm_char)\.model|"
+    r"(video_)?preprocessor_config\.json|processor_config\.json|"
     r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json"
 )
 """The files of a saved model and its tokenizer. --overwrite removes those of the previous model."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""The files of processors of images and audio."""
 MODULE = re.compile(r"\d+_\w+")
 """Subdirectories with the modules of a SentenceTransformer. modules.json lists them."""
 
@@ -131,17 +134,20 @@ def _load_sentences(model: str) -> Any:
     return load_sentence_model(model)
 
 
-def save(out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None) -> dict[str, Any]:
-    """Saves a changed model with the original's tokenizer, prints a report, and returns the document of --json.
+def save(
+    out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None, image_size: Any = None
+) -> dict[str, Any]:
+    """Saves a changed model with the original's tokenizer and processors, prints a report, and returns the document of --json.
 
-    changed: a model such as `load` returns. submodel: the submodel that was changed.
+    changed: a model such as `load` returns. submodel: the submodel that was changed. image_size: its new image size, if any.
     """
     before = _inodes(output_dir)
-    tokenizer = write(changed, original, output_dir)
+    tokenizer = write(changed, original, output_dir, image_size)
     kept = sorted(name for name, inode in (before.items() & _inodes(output_dir).items()) if not _of_model(output_dir, name))
     report, inner = _report(changed, submodel), inner_model(changed)
     out.result(str(report))
-    missing = "" if tokenizer is not None else " The model has no tokenizer, so none was saved."
+    processed = any((output_dir / name).exists() for name in PROCESSORS)
+    missing = "" if tokenizer is not None or processed else " The model has no tokenizer or processor, so none was saved."
     out.message(f"Saved to {output_dir}.{missing}")
     if kept:
         out.message(f"Kept in {output_dir}: {', '.join(kept)}. Check that they apply to the new model.")
@@ -167,8 +173,8 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
     }
 
 
-def write(changed: Any, original: Original, output_dir: Path) -> Any:
-    """Saves a changed model without printing. Returns the saved tokenizer, or None."""
+def write(changed: Any, original: Original, output_dir: Path, image_size: Any = None) -> Any:
+    """Saves a changed model with its processors, without printing. Returns the saved tokenizer, or None."""
     sentences = _is_sentences(changed)
     tokenizer = changed.tokenizer if sentences else copied(original.tokenizer)
     if tokenizer is not None and not sentences:
@@ -183,7 +189,24 @@ def write(changed: Any, original: Original, output_dir: Path) -> Any:
             changed.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+            for name in PROCESSORS:
+                if has_file(original.name, name):
+                    settings = json.loads(Path(str(cached_file(original.name, name))).read_text("utf-8"))
+                    atomic.write_text(folder / name, json.dumps(_resized(settings, image_size), indent=2) + "\n")
     return tokenizer
+
+
+def _resized(settings: dict[str, Any], image_size: Any) -> dict[str, Any]:
+    """A processor's settings for another image size, an integer or height and width. None leaves them as they are."""
+    if image_size is None:
+        return settings
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    inner = {name: _resized(part, image_size) for name, part in settings.items() if name.endswith("_processor")}
+    whole = {"height": height, "width": width}
+    sizes = {name: whole for name in ("size", "crop_size") if "height" in (settings.get(name) or {})}
+    if "shortest_edge" in (settings.get("size") or {}):
+        sizes["size"] = {**settings["size"], "shortest_edge": min(height, width)}
+    return {**settings, **inner, **sizes}
 
 
 def _is_sentences(model: Any) -> bool:

@@ -360,8 +360,14 @@ def _features(given: Any, stack: Any, amount: tuple[int, int | None]) -> tuple[F
             remedy="Patch the model, then train it.",
         )
     rows = read_features(given, name, amount[0] + HELD_OUT).to(like.device, like.dtype)
-    with torch.no_grad():
-        first, again = (calibration.states(stack, Features({name: rows[:1]})) for _ in range(2))
+    try:
+        with torch.no_grad():
+            first, again = (calibration.states(stack, Features({name: rows[:1]})) for _ in range(2))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"inputs of shape {tuple(rows.shape)} don't suit {type(stack).__name__}: {error}. Pass batches of its processor's "
+            f"output, such as {{{name!r}: tensor}}. The model was not changed."
+        ) from error
     if first.ndim != 3 or not torch.equal(first, again):  # MAE drops patches
         raise UnsupportedModelError(
             f"{type(stack).__name__} doesn't return the same hidden states [N, L, D] in each call, which calibration needs",

@@ -82,11 +82,17 @@ def with_image_size(model: Any, image_size: Any, submodel: str | None) -> Any:
     inner, _, stacks = find_stacks(model, submodel)
     name = type(inner).__name__
     seeing = {path: found for path, found in stacks.items() if found.patches is not None and found.tokens is None}
+    if not seeing:
+        raise UnsupportedModelError(
+            f"{name} has no positions of image patches, which image_size extends",
+            reason="no grid of patches",
+            remedy="If it reads images, pass them to the model directly. For longer texts, pass max_length.",
+        )
     if len(seeing) != 1:
         raise UnsupportedModelError(
             f"{name} has {len(seeing)} stacks with positions of image patches, but image_size needs one",
             reason="no grid of patches",
-            remedy="Pass images of this size to the model directly. For longer texts, pass max_length.",
+            remedy="Pass submodel.",
         )
     ((path, found),) = seeing.items()
     new = NewSize.find(model, found.stack, found.patches, found.extra_tokens[1], image_size)

@@ -167,7 +167,8 @@ def extend(
         raise ValueError(
             f"extend() needs a method for an unpatched {type(model).__name__}: {CHOICE} (see "
             "docs/reference/extend_methods.md). Or switch to an encoding without a length limit: "
-            f"hf_posenc.patch(model, 'alibi', max_length={max_length}). The model was not changed."
+            "hf_posenc.patch(model, 'alibi'). For images, pass image_size; for Whisper's encoder, where='encoder'. The "
+            "model was not changed."
         )
     return _extended_host(host)
 

@@ -129,7 +129,11 @@ def patched_submodel(model: Any, submodel: str | None) -> PositionSpec:
     known = model.config.position_spec.by_submodel
     if submodel not in known and (submodel is not None or len(known) > 1):
         paths = [path for path in known if path is not None]
-        remedy = f"Pass one of {quoted(paths)}." if paths else "Omit submodel, because the whole model is patched."
+        remedy = (
+            f"Pass one of {quoted(paths)}, or change the other part before you patch this one."
+            if paths
+            else "Omit submodel, because the whole model is patched."
+        )
         what = f"submodel={short_repr(submodel)} isn't a patched submodel of this {type(model).__name__}."
         if submodel is None:
             what = f"Several submodels of this {type(model).__name__} are patched, and submodel is missing."
