@@ -815,3 +815,10 @@ def test_parent_that_builds_another_model_from_its_own_config(tmp_path):
     assert_equal(run(again, inputs), run(new, inputs))
     assert_apart(run(new, inputs), run(model, inputs))
     assert_equal(run(hf_posenc.unpatch(again), inputs), run(model, inputs))
+
+
+def test_inspect_a_part_with_the_config_of_the_whole_model():
+    """The encoder of DETR has the whole model's config, in which it is the submodel."""
+    model = hf_posenc.patch(detector("Detr"), "alibi", submodel="encoder")
+    whole, part = hf_posenc.inspect(model), hf_posenc.inspect(model.encoder)
+    assert part.encoding == whole.encoding == "alibi" and part.locations.keys() == whole.locations.keys()
