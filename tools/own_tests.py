@@ -8,8 +8,9 @@ No release of Transformers contains its tests, so they come from a clone, and ru
 all of its model and config classes are replaced by derived classes with an encoding. Tests that fail are repeated with the
 original classes. The table shows how many fail only with an encoding.
 
-The tests need the package parameterized. They run without network access, so tests that download models are skipped. Results
-are stored by family, encoding, and hash of the code, so an interrupted run resumes. A family takes about a minute.
+The tests need the packages parameterized and timeout-decorator. They run without network access, so tests that download models
+are skipped. Results are stored by family, encoding, and hash of the code, so an interrupted run resumes. A family takes about a
+minute.
 """
 
 import argparse
