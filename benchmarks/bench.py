@@ -154,12 +154,11 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     kept, found = None if arguments.rehearse else results.Kept(arguments.parts_dir, settings), {}
     for group in ProgressBar(chosen, desc="groups", unit="group", position=0):
         record = kept.get(group) if kept is not None and arguments.resume else None
-        if kept is None:
+        if record is None:
             record = measured(group, settings)
-        elif record is None:
-            record = measured(group, settings)
-            kept.add(group, record)
-        else:
+            if kept is not None:
+                kept.add(group, record)
+        elif kept is not None:
             time = kept.time(group)
             record = {**record, "date": time[:10]}
             ProgressBar.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)

@@ -496,7 +496,7 @@ def test_extra_tokens_beside_a_distance_bias(always, monkeypatch, kind, aside, d
         context = PositionContext(module, torch.arange(11 - sum(aside))[None], 0, torch.zeros(1, 1).long(), scaling=0.5)
         context.patches = PatchLayout(aside)
         call = AttentionCall(SimpleNamespace(), query, key, value, None, [module], context, False, {"scaling": 0.5})
-        found = bias_backends._around_extra_tokens(sdpa_attention_forward, call, 0.5)
+        found = bias_backends._around_extra_tokens(call, 0.5)
         bias = bias_backends.score_bias([module], query, key, context).double()
         expected = (query.double() @ key.double().mT * 0.5 + bias).softmax(-1) @ value.double()
         limit = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]

@@ -102,34 +102,40 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
     if not call.biasing:
         return call.run(function)
     _check_mask(call.mask)
-    backend: BiasBackend = "dense"
-    spans, scaling = None, call.context.scaling
+    scaling = call.context.scaling
     plain = all(call.options.get(name) is None or call.options[name] is False for name in NOT_IN_BLOCKS)
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
-        backend, spans = select_backend(call)
-    if backend == "blocks" and _blockwise() is None:
-        spans = None
-    if plain and isinstance(scaling, float) and (output := _around_extra_tokens(function, call, scaling)) is not None:
-        return output, None
-    if backend == "heads" and spans is not None and isinstance(scaling, float):
-        output = _by_heads(call, spans, scaling)
+        output = _without_all_pairs(function, call, scaling)
         if output is not None:
             return output, None
-    table = None if spans is None or backend == "heads" else _distance_table(call, spans)
-    if spans is None or table is None or not isinstance(scaling, float):
-        return replace(call, mask=biased_mask(call)).run(function)
+    return replace(call, mask=biased_mask(call)).run(function)
+
+
+def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
+    """The output `[B, Q, H, E]` by a backend that stores no bias on all pairs of tokens. None if none supports the call."""
+    output = _around_extra_tokens(call, scaling)
+    if output is not None:
+        return output
+    backend, spans = select_backend(call)
+    if spans is None or (backend == "blocks" and _blockwise() is None):
+        return None
+    if backend == "heads":
+        return _by_heads(call, spans, scaling)
+    table = _distance_table(call, spans)
+    if table is None:
+        return None
     with _outside_autocast(call) as call:
         query, key, value = call.query, call.key, call.value
         table = _with_reach(table.to(query.dtype), query, key, scaling)
         if backend == "toeplitz" and not (torch.is_grad_enabled() and table.needs_gradients):
-            return _toeplitz(function, call, table, spans), None
+            return _toeplitz(function, call, table, spans)
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         blockwise = _blockwise()
         assert blockwise is not None, "code saved with a model whose biases have no gradients"
         output = blockwise.attention(query, key, value, table, spans, scaling, call.dropout)
-        return output.transpose(1, 2).contiguous(), None
+        return output.transpose(1, 2).contiguous()
 
 
 @contextlib.contextmanager
@@ -145,7 +151,7 @@ def _outside_autocast(call: AttentionCall) -> Iterator[AttentionCall]:
         yield call
 
 
-def _around_extra_tokens(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
+def _around_extra_tokens(call: AttentionCall, scaling: float) -> Tensor | None:
     """The output `[B, Q, H, E]` for a distance bias between patches. Extra tokens have none, so a view of one row lacks them.
 
     Attention to patches and to extra tokens is computed separately, and combined by the sums of their weights. None if this
@@ -156,7 +162,6 @@ def _around_extra_tokens(function: Function, call: AttentionCall, scaling: float
     patches = query.shape[2] - before - after
     if not (
         context.has_extra_tokens
-        and function is sdpa_attention_forward
         and call.mask is None
         and not (call.is_causal or call.dropout or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
         and _reads_views(query)

@@ -23,7 +23,7 @@ from hf_posenc.inspection import Report
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
 from hf_posenc.serialization import atomic
-from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json
+from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json, read_json_object
 from hf_posenc.serialization.sentence_models import MODULES, load_sentence_model
 from hf_posenc.serialization.tokenizer_files import copied, drop_foreign_code, load_tokenizer
 
@@ -191,7 +191,7 @@ def write(changed: Any, original: Original, output_dir: Path, image_size: Any = 
                 tokenizer.save_pretrained(folder)
             for name in PROCESSORS:
                 if has_file(original.name, name):
-                    settings = json.loads(Path(str(cached_file(original.name, name))).read_text("utf-8"))
+                    settings = read_json_object(Path(str(cached_file(original.name, name))))
                     atomic.write_text(folder / name, json.dumps(_resized(settings, image_size), indent=2) + "\n")
     return tokenizer
 
