@@ -113,6 +113,8 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
 
 def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
     """The output `[B, Q, H, E]` by a backend that stores no bias on all pairs of tokens. None if none supports the call."""
+    if torch.compiler.is_compiling():
+        return _in_compiled_code(function, call)
     output = _around_extra_tokens(call, scaling)
     if output is not None:
         return output
@@ -149,6 +151,29 @@ def _outside_autocast(call: AttentionCall) -> Iterator[AttentionCall]:
     call = replace(call, **{name: each if each.dtype == torch.float64 else each.to(kind) for name, each in states.items()})
     with torch.autocast("cpu", enabled=False):
         yield call
+
+
+def _in_compiled_code(function: Function, call: AttentionCall) -> Tensor | None:
+    """The output `[B, Q, H, E]` of the model's function, called with a view of one row as the mask, in one graph for all lengths.
+
+    None for a bias by content or with gradients, and for a mask, because reading its values would break the graph.
+    """
+    query, keys, context, biasing = call.query, call.key.shape[2], call.context, call.biasing
+    if (
+        _compat.is_exporting()
+        or call.mask is not None
+        or query.device.type != "cpu"
+        or query.shape[2] == 1
+        or not (context.is_contiguous and isinstance(context.past, int))
+        or context.has_extra_tokens
+        or any(encoding.is_trained() or "score_bias" in encoding.mechanisms() for encoding in biasing)
+    ):
+        return None
+    table = _distance_table(call, VisibleSpans(((0, len(query), 0, keys),), call.is_causal, context.past - context.first_key))
+    if table is None:
+        return None
+    bias = table.window(0, query.shape[2], keys)
+    return function(call.module, query, call.key.flip(2), call.value.flip(2), bias, **call.options)[0]
 
 
 def _around_extra_tokens(call: AttentionCall, scaling: float) -> Tensor | None:
@@ -255,8 +280,8 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
             table.values = values.contiguous()
         return table
 
-    if any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
-        return compute()
+    if torch.compiler.is_compiling() or any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
+        return compute()  # Compilers compute equal tables once, and traced sizes can't be keys.
     key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, spans.is_causal)
     return context.cached(key, compute)
 

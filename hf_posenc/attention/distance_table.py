@@ -101,7 +101,7 @@ class DistanceTable:
         if self.reach is not None and common.shape[1]:
             floor = common.amax(-1, keepdim=True) - self.reach[:, None]
             row = row.masked_fill(row < floor, torch.finfo(row.dtype).min)
-        return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1), row.storage_offset())
+        return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1))
 
 
 def toeplitz_view(columns: Tensor, keys: int) -> Tensor:
