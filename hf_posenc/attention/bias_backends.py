@@ -100,15 +100,16 @@ def _blockwise() -> Any:
 def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Run the model's attention function with the bias of the encodings."""
     if not call.biasing:
-        return call.run(function)
+        return call.run(function, call.mask)
     _check_mask(call.mask)
     scaling = call.context.scaling
     plain = all(call.options.get(name) is None or call.options[name] is False for name in NOT_IN_BLOCKS)
-    if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
+    # The bias of a single query is small.
+    if function is sdpa_attention_forward and isinstance(scaling, float) and plain and call.query.shape[2] > 1:
         output = _without_all_pairs(function, call, scaling)
         if output is not None:
             return output, None
-    return replace(call, mask=biased_mask(call)).run(function)
+    return call.run(function, biased_mask(call))
 
 
 def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
@@ -163,7 +164,6 @@ def _in_compiled_code(function: Function, call: AttentionCall) -> Tensor | None:
         _compat.is_exporting()
         or call.mask is not None
         or query.device.type != "cpu"
-        or query.shape[2] == 1
         or not (context.is_contiguous and isinstance(context.past, int))
         or context.has_extra_tokens
         or any(encoding.is_trained() or "score_bias" in encoding.mechanisms() for encoding in biasing)
@@ -229,8 +229,8 @@ def padded_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
     """Run the model's function with values padded to the width of keys. Otherwise, SDPA on a CPU would compute all scores."""
     width, more = call.value.shape[-1], call.query.shape[-1] - call.value.shape[-1]
     if function is not sdpa_attention_forward or call.dropout or more < 1 or not _reads_views(call.query):
-        return call.run(function)
-    output, weights = replace(call, value=F.pad(call.value, (0, more))).run(function)
+        return call.run(function, call.mask)
+    output, weights = replace(call, value=F.pad(call.value, (0, more))).run(function, call.mask)
     return output[..., :width], weights
 
 

@@ -100,8 +100,8 @@ class AttentionCall:
     def dropout(self) -> float:
         return self.options.get("dropout", 0.0)
 
-    def run(self, function: Function) -> tuple[Tensor, Tensor | None]:
-        return function(self.module, self.query, self.key, self.value, self.mask, **self.options)
+    def run(self, function: Function, mask: Any) -> tuple[Tensor, Tensor | None]:
+        return function(self.module, self.query, self.key, self.value, mask, **self.options)
 
 
 class PrefixedImplementation(str):
@@ -324,14 +324,14 @@ def attend(
         return with_weights(call)
     function = host_function(module, implementation)
     if not call.biasing and (implementation != "sdpa" or query.shape[-1] == width):
-        return call.run(function)
+        return call.run(function, call.mask)
     if implementation == "eager" and type(module).__module__ in EAGER_WITHOUT_MASK:
         function = bert_eager()
     from hf_posenc.attention import bias_backends
 
     if implementation == "flex_attention":
         kwargs["position_bias"] = bias_backends.flex_bias(call)
-        return call.run(function)
+        return call.run(function, call.mask)
     if not call.biasing:
         return bias_backends.padded_attention(function, call)
     return bias_backends.biased_attention(function, call)

@@ -215,7 +215,7 @@ class PositionEncoding(nn.Module):
     def forward(self, verb: str, *args: Any) -> Any:
         """Calls a mechanism by name and returns its result."""
         # Accelerate loads offloaded weights when a module is called. Some submodules, such as a ParameterList, are only read.
-        within: list[Any] = [module for module in self.modules() if module is not self]
+        within: list[Any] = [module for module in self.modules() if module is not self] if self._modules else []
         read = [(module, accelerate_hook(module)) for module in within if accelerate_hook(module) is not None]
         for module, hook in read:
             hook.pre_forward(module)

@@ -6,9 +6,18 @@ Shapes: L tokens, E head_dim, R the rotated features, the first of each head.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc._compat import records_operations
+
+
+def waves(angles: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles, times a factor."""
+    cos, sin = ((wave * factor).to(dtype) for wave in (angles.cos(), angles.sin()))
+    if torch.compiler.is_compiling():  # Otherwise, the compiler would compute them again for each head and layer.
+        cos, sin = torch.cat([cos, sin], dim=-1).chunk(2, dim=-1)
+    return cos, sin
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -16,8 +25,8 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
     layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
     """
-    if torch.compiler.is_compiling():  # the compiler fuses the products
-        return joined(states, cos, sin, layout)
+    if torch.compiler.is_compiling():  # The compiler fuses the products. Attention keeps the axes' order of projections.
+        return joined(*(each.transpose(-2, -3) for each in (states, cos, sin)), layout).transpose(-2, -3)
     rotate = Rotation.apply if records_operations(states) else Rotation.forward
     return rotate(states, cos, sin, layout)
 
@@ -46,15 +55,13 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-        result, size = torch.empty_like(states), 2 * cos.shape[-1]
-        (first, second), (to_first, to_second) = _halves(states, size, layout), _halves(result, size, layout)
+        size, still = 2 * cos.shape[-1], states.shape[-1] - 2 * cos.shape[-1]
         # One pass over all features, because a pass over half of each row takes nearly as long, and one over each half.
         wide = torch.cat([cos, cos], dim=-1) if layout == "half" else cos.repeat_interleave(2, dim=-1)
-        torch.mul(states[..., :size], wide, out=result[..., :size])
+        result = states * (F.pad(wide, (0, still), value=1.0) if still else wide)
+        (first, second), (to_first, to_second) = _halves(states, size, layout), _halves(result, size, layout)
         to_first.addcmul_(second, sin, value=-1)
         to_second.addcmul_(first, sin)
-        if size < states.shape[-1]:
-            result[..., size:] = states[..., size:]
         return result
 
     @staticmethod
