@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import joined
+from hf_posenc.encodings.rotation import joined, rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -79,25 +79,32 @@ class FoPE(PositionEncoding, type="fope"):
         return {**options, "trained_length": options["trained_length"] or geometry.trained_length}
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        waves = context.cached((self, "waves"), lambda: self._waves(context.positions))
-        cos, sin = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
-        return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+        def turned(states: Tensor | None) -> Tensor | None:
+            if states is None:
+                return None
+            heads, dtype = states.shape[1], states.dtype
+            if self.is_trained():
+                return joined(states, *self._cos_sin(context, heads, dtype), "half")
+            cos, sin = context.cached((self, heads, dtype), lambda: self._cos_sin(context, heads, dtype))
+            return rotated(states, cos, sin, "half")
+
+        return turned(query), turned(key)
 
     def angular_frequencies(self, length: int) -> Tensor:
         size = self.geometry.head_dim
         return F.pad(frequencies(size, self.theta)[: self._turning], (0, size // 2 - self._turning))
+
+    def _cos_sin(self, context: PositionContext, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The sums instead of cosines and sines, `[1 or B, H, L, E/2]` each. Several of these heads may share a key head."""
+        waves = context.cached((self, "waves"), lambda: self._waves(context.positions))
+        still = self.geometry.head_dim // 2 - self._turning
+        sums = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
+        cos, sin = (F.pad(each.to(dtype), (0, still), value=value) for each, value in zip(sums, (1.0, 0.0), strict=True))
+        groups = heads // cos.shape[1]
+        return cos.repeat_interleave(groups, dim=1), sin.repeat_interleave(groups, dim=1)
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies in the sums."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)[: self._turning]
         angles = positions.double()[:, None, :, None] * steps
         return angles.cos(), angles.sin()
-
-    def _rotated(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """States `[B, H, L, E]` rotated by cos and sin, `[1 or B, key heads, L, W]`."""
-        if states is None:
-            return None
-        groups, still = states.shape[1] // cos.shape[1], self.geometry.head_dim // 2 - self._turning
-        waves = F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
-        cos, sin = (each.to(states.dtype).repeat_interleave(groups, dim=1) for each in waves)
-        return joined(states, cos, sin, "half")
