@@ -27,10 +27,10 @@ THREAD_ELEMENTS = 2**20
 """The number of elements in the bias of a block for each thread, which processes as many heads as fit, but at least one."""
 KEYS_IN_TILE = 128
 """The number of keys whose products with vectors are computed together. Products of other distances are wasted."""
-BACKWARD_QUERIES = 256
-"""The number of queries in a block of the backward pass, which processes one head at a time.
+BACKWARD_QUERIES, BACKWARD_ELEMENTS = 512, 3 * 2**17
+"""The maximum numbers of queries and of scores in a block of the backward pass, which processes one head at a time.
 
-The scores of a block then fit in a core's cache for up to a few thousand keys.
+The scores of a block then fit in a core's cache.
 """
 
 DROPOUT_LEVELS = 2**16
@@ -176,8 +176,10 @@ def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Setting
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator("cpu").manual_seed(settings.seed)
-    blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES, columns.apart)]
+    size = max(1, min(BACKWARD_QUERIES, BACKWARD_ELEMENTS // keys))
+    blocks = [*settings.seen.blocks(queries, keys, size, columns.apart)]
     buffers = Buffers(query)
+    hides_all = query.element_size() < 4 or (columns.values is not None and bool(columns.values.isneginf().any()))
     for row, head in ((row, head) for row in range(batch) for head in range(heads)):
         own = columns.of_heads(slice(head, head + 1))
         for rows, block, within in blocks:
@@ -186,9 +188,9 @@ def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Setting
             its_query, its_key = query[row, head, block], key[row, head, within]
             start = block.start + within.start
             bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
-            scores = _scores(bias, its_query, its_key, settings.scaling, exact)
+            scores = torch.addmm(bias.to(exact), its_query.to(exact), its_key.to(exact).mT, alpha=settings.scaling)
             weights = scores.softmax(-1)
-            if weights[:, 0].isnan().any():  # For padding queries, a bias of -inf can hide all keys.
+            if hides_all:  # A bias of -inf, or a sum that is -inf in half precision, can hide all keys of padding queries.
                 weights.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
             kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
             yield Part(row, head, block, within, own, weights, kept)
@@ -344,13 +346,6 @@ def _gather_ends(gradients: Tensor, columns: DistanceTable) -> None:
         total = gradients[:, end].sum(1)
         gradients[:, end] = 0
         gradients[:, place] += total
-
-
-def _scores(bias: Tensor, query: Tensor, key: Tensor, scaling: float, exact: torch.dtype) -> Tensor:
-    """The scores `[r, n]`, in at least float32."""
-    if bias.dtype == query.dtype == exact:
-        return torch.addmm(bias, query, key.mT, alpha=scaling)
-    return torch.add(bias.to(exact), query.to(exact) @ key.to(exact).mT, alpha=scaling)
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
