@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import LOOSE, assert_close
 from hf_posenc.encodings import PositionContext
@@ -115,6 +116,25 @@ def test_one_compiled_graph_serves_all_lengths(max_length):
         with torch.no_grad():
             assert_same(first(compiled(**padded(2, length))), model, padded(2, length))
     assert graphs.frame_count == 2, "one for the first length, one for all others"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_compiled_models_store_no_bias_on_all_pairs(trained):
+    """Without a mask, they read distance biases from a view of one row, in one graph for all lengths."""
+    torch._dynamo.reset()
+    model, strides = ready("bert", "rope+alibi"), []
+
+    def backend(graph, inputs):
+        masks = [node.kwargs["attn_mask"] for node in graph.graph.nodes if node.target is scaled_dot_product_attention]
+        strides.append({mask.meta["example_value"].stride()[-2:] for mask in masks})
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for length in (5, 6, 7):
+        inputs = {"input_ids": tokens(2, length, seed=length)}
+        with torch.set_grad_enabled(trained):
+            assert_same(first(compiled(**inputs)), model, inputs)
+    assert strides == [{(1, 1)}, {(1, 1)}], "one graph for the first length, one for all others"
 
 
 # An export to ONNX is slow. docs/guides/integrations.md contains one that always runs.
