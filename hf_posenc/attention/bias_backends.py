@@ -247,6 +247,7 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
                     return None
                 table.for_queries, table.for_keys = vectors
                 table.head, table.tail = _clipped_ends(_rows(encoding, distance))
+                table.query_offsets = encoding("query_offsets")
         if table.values is not None or spans.is_causal:
             values = query.new_zeros(heads, len(distance)) if table.values is None else table.values
             values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)

@@ -264,6 +264,13 @@ class PositionEncoding(nn.Module):
         """
         return None, None
 
+    def query_offsets(self) -> tuple[Tensor, Tensor] | None:
+        """Two vectors `[H, E]` that are added to queries before the products with keys, and with `distance_vectors`.
+
+        `score_bias` then also has the products of the first one with keys, and of the second one with `distance_vectors`.
+        """
+        return None
+
     def reset_parameters(self) -> None:
         """Initialize all parameters and buffers of this module."""
 
