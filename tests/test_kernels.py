@@ -176,7 +176,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
 
 def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
     """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
-    geometry = Geometry(H * E, H, E, is_causal=changes.get("causal", False))
+    geometry = Geometry(H * E, H, E, max_length=300, is_causal=changes.get("causal", False))
     cls = hf_posenc.list_encodings()[encoding]
     module = cls(geometry, **(options or {})).train(train)
     given = {"query": length, "key": length, "width": E, "past": 0, "dropout": 0.0, "causal": False, "device": "cpu", **changes}
@@ -212,6 +212,20 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
         ("dense", {"encoding": "alibi", "aside": (1, 0)}),
         ("dense", {"encoding": "alibi", "width": 2 * E}),
+        ("blocks", {"encoding": "transformer_xl"}),
+        ("blocks", {"encoding": "transformer_xl", "dropout": 0.1, "train": True}),
+        ("dense", {"encoding": "transformer_xl", "length": 255}),
+        ("dense", {"encoding": "transformer_xl", "query": 1, "key": 300, "past": 299}),
+        ("vectors", {"encoding": "tupe"}),
+        ("vectors", {"encoding": "tupe", "train": True, "causal": True}),
+        ("vectors", {"encoding": "tupe", "keys": torch.arange(256)[None]}),
+        ("vectors", {"encoding": "tupe", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
+        ("dense", {"encoding": "tupe", "mask": torch.zeros(2, 1, 256, 256)}),
+        ("dense", {"encoding": "tupe", "length": 255}),
+        ("dense", {"encoding": "tupe", "query": 1, "key": 300, "past": 299}),
+        ("dense", {"encoding": "tupe", "dropout": 0.1, "train": True}),
+        ("dense", {"encoding": "tupe", "aside": (1, 0)}),
+        ("dense", {"encoding": "tupe", "device": "meta"}),
         ("heads", {"encoding": "fox", "causal": True}),
         ("dense", {"encoding": "fox", "causal": True, "train": True}),
         ("dense", {"encoding": "cope", "causal": True, "length": 255}),
@@ -228,7 +242,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
 )
 def test_the_way_at_its_borders(way, arguments):
     found, seen = choose(**arguments)
-    assert found == way and (seen is None) == (way == "dense")
+    assert found == way and (seen is None) == (way in ("dense", "vectors"))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -354,7 +368,7 @@ def always(monkeypatch):
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
     monkeypatch.setattr(head_blocks, "QUERIES", 4)
     monkeypatch.setattr(tupe, "STORED", 0)
-    for way in ("toeplitz", "blocks", "heads"):
+    for way in bias_backends.MIN_KEYS_FOR_BACKEND:
         monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
 
 
@@ -365,9 +379,9 @@ DENSE = [
     name
     for name in BIASING
     if "score_bias" in (kind := encoding_class(name)).mechanisms()
-    and not (kind.has_distance_vectors() or kind.has_block_bias())
+    and not (kind.has_distance_vectors() or kind.has_score_vectors() or kind.has_block_bias())
 ]
-"""Encodings with a bias by content or absolute position in neither of two other forms. They always use a dense bias."""
+"""Encodings with a bias by content or absolute position in none of three other forms. They always use a dense bias."""
 
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
@@ -407,7 +421,6 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
     [
         *(("fox", scale, {}) for scale in (0.1, 3.0, 30.0)),  # gates that are open, that forget within a block, and closed
         *(("cope", 1.0, {"max_position": most}) for most in (2, 3, 64)),
-        ("tupe", 1.0, {}),
     ],
 )
 @torch.no_grad()

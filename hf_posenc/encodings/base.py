@@ -308,6 +308,14 @@ class PositionEncoding(nn.Module):
         """
         return None
 
+    def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
+        """Vectors of queries and keys whose products are `score_bias`, or None if this isn't faster.
+
+        Their shapes are `[1 or B, H, Q, S]` and `[1 or B, H, K, S]`, of any size S. Attention calls it on a CPU, if no other
+        encoding adds a bias and no token is without a position.
+        """
+        return None
+
     def rows(self, distance: Tensor) -> Tensor | None:
         """Parameter index for each signed distance, `[N] -> [N]` integers. None if no parameters belong to distances."""
         return None
@@ -396,6 +404,11 @@ class PositionEncoding(nn.Module):
     def has_block_bias(cls) -> bool:
         """Whether `block_bias` describes the whole bias, that is, no subclass adds to `score_bias` or overrides only that."""
         return cls._describes_score_bias("block_bias") and "distance_bias" not in cls.mechanisms()
+
+    @classmethod
+    def has_score_vectors(cls) -> bool:
+        """Whether `score_vectors` describes the whole bias."""
+        return cls._describes_score_bias("score_vectors") and "distance_bias" not in cls.mechanisms()
 
     @classmethod
     def _describes_score_bias(cls, method: str) -> bool:
