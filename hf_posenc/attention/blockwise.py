@@ -72,9 +72,10 @@ def attention(
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
-    offsets = columns.query_offsets
-    both = (query, query) if offsets is None else (query + each[:, None].to(query.dtype) for each in offsets)
-    inputs = *both, key.flip(2), value.flip(2), *columns.tensors
+    positional = query
+    if columns.query_offsets is not None:
+        query, positional = (query + offset[:, None].to(query.dtype) for offset in columns.query_offsets)
+    inputs = query, positional, key.flip(2), value.flip(2), *columns.tensors
     attend = _Attention.apply if _compat.records_operations(*inputs) else _Attention.forward
     return attend(*inputs, settings)
 
@@ -191,8 +192,8 @@ def _parts(query: Tensor, positional: Tensor, key: Tensor, columns: DistanceTabl
             if not rows.start <= row < rows.stop:
                 continue
             its_query, its_key = query[row, head, block], key[row, head, within]
-            start = block.start + within.start
-            bias = _bias(own, positional[row, head, block][None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
+            its_positional, start = positional[row, head, block], block.start + within.start
+            bias = _bias(own, its_positional[None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
             scores = _scores(bias, its_query, its_key, settings.scaling, exact)
             weights = scores.softmax(-1)
             if weights[:, 0].isnan().any():  # For padding queries, a bias of -inf can hide all keys.
