@@ -887,8 +887,9 @@ def test_autocast_leaves_doubles_as_they_are(always, ways):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # from torch's rule for unfold
-def test_torch_func_takes_a_dense_bias(always, ways):
-    model = patched("bert", "t5")
+@pytest.mark.parametrize("encoding", ["t5", "transformer_xl", "tupe"])
+def test_torch_func_takes_a_dense_bias(always, ways, encoding):
+    model = patched("bert", encoding)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters, ids):

@@ -213,7 +213,7 @@ def _by_vectors(call: AttentionCall, scaling: float) -> Tensor | None:
         for states, more in ((query, vectors[0] / scaling), (key, vectors[1]))
     )
     width, causal = value.shape[-1], call.is_causal and call.mask is None
-    value = F.pad(value, (0, query.shape[-1] - width))  # Otherwise, SDPA would compute all scores.
+    value = F.pad(value, (0, max(query.shape[-1] - width, 0)))  # Otherwise, SDPA would compute all scores.
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=call.mask, scale=scaling, is_causal=causal)
     return output[..., :width].transpose(1, 2).contiguous()
 
