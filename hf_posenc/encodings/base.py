@@ -268,6 +268,7 @@ class PositionEncoding(nn.Module):
         """Two vectors `[H, E]` that are added to queries before the products with keys, and with `distance_vectors`.
 
         `score_bias` then also has the products of the first one with keys, and of the second one with `distance_vectors`.
+        None if queries have no such vectors.
         """
         return None
 

@@ -11,7 +11,7 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 
 STORED = 2**22
-"""The maximum number of elements of a bias that all layers share. Longer queries and keys are then faster than a larger one."""
+"""The maximum number of elements of a bias that all layers share. Above it, `score_vectors` are faster in each layer."""
 
 
 class TUPE(PositionEncoding, type="tupe"):
