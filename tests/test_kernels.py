@@ -33,9 +33,10 @@ def attention_of(query, key, value, columns, seen, scaling):
     """Attention from all scores at once. Queries that see no key give zeros."""
     queries, keys = query.shape[2], key.shape[2]
     column = (keys - 1 - torch.arange(keys)) + torch.arange(queries)[:, None]  # column 0: query 0 and the last key
-    scores = query @ key.mT
+    content, position = (0, 0) if columns.query_offsets is None else (each[:, None] for each in columns.query_offsets)
+    scores = (query + content) @ key.mT
     if columns.for_queries is not None:
-        scores = scores + (columns.for_queries[:, column] * query[:, :, :, None]).sum(-1)
+        scores = scores + (columns.for_queries[:, column] * (query + position)[:, :, :, None]).sum(-1)
     if columns.for_keys is not None:
         scores = scores + (columns.for_keys[:, column] * key[:, :, None]).sum(-1)
     scores = scores * scaling + (0 if columns.values is None else columns.values[:, column])
@@ -65,7 +66,8 @@ def inputs(queries, keys, kinds, heads_of_vectors, dtype=torch.float64, seed=0):
     states = draw(2, H, queries, E), draw(2, H, keys, E), draw(2, H, keys, E)
     values = draw(H, columns) if "values" in kinds else None
     vectors = [draw(heads_of_vectors, columns, E) if kind in kinds else None for kind in ("queries", "keys")]
-    return states, DistanceTable(values, *vectors, head=1, tail=1)
+    offsets = (draw(H, E), draw(H, E)) if "offsets" in kinds else None
+    return states, DistanceTable(values, *vectors, head=1, tail=1, query_offsets=offsets)
 
 
 def assert_alike(found, expected, leaves, upstream=None):
@@ -83,11 +85,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
 
 
+@pytest.mark.parametrize("offsets", ["", " offsets"])
 @pytest.mark.parametrize("kinds", ["values", "queries", "keys", "values queries", "values queries keys"])
 @pytest.mark.parametrize("seen", SEEN)
-def test_blocks_against_all_scores_at_once(small_blocks, kinds, seen):
+def test_blocks_against_all_scores_at_once(small_blocks, kinds, offsets, seen):
     for queries, keys, heads_of_vectors in ((11, 11, 1), (6, 13, H)):
-        (query, key, value), columns = inputs(queries, keys, kinds, heads_of_vectors)
+        (query, key, value), columns = inputs(queries, keys, kinds + offsets, heads_of_vectors)
         given = SEEN[seen](queries, keys)
         hidden, bias = columns, columns.values
         if seen == "causal":  # as bias_backends._distance_table does
@@ -95,7 +98,9 @@ def test_blocks_against_all_scores_at_once(small_blocks, kinds, seen):
             zeros = torch.zeros(H, queries + keys - 1, dtype=torch.float64)
             masked = (zeros if bias is None else bias).masked_fill(future, torch.finfo(torch.float64).min)
             hidden = replace(columns, values=masked)
-        leaves = [each for each in (query, key, value, bias, columns.for_queries, columns.for_keys) if each is not None]
+        used = (columns.query_offsets or ())[: 2 if "queries" in kinds else 1]
+        leaves = [query, key, value, bias, columns.for_queries, columns.for_keys, *used]
+        leaves = [each for each in leaves if each is not None]
         found = blockwise.attention(query, key, value, hidden, given, 0.3)
         assert_alike(found, attention_of(query, key, value, columns, given, 0.3), leaves)
 
@@ -176,7 +181,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
 
 def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
     """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
-    geometry = Geometry(H * E, H, E, is_causal=changes.get("causal", False))
+    geometry = Geometry(H * E, H, E, max_length=300, is_causal=changes.get("causal", False))
     cls = hf_posenc.list_encodings()[encoding]
     module = cls(geometry, **(options or {})).train(train)
     given = {"query": length, "key": length, "width": E, "past": 0, "dropout": 0.0, "causal": False, "device": "cpu", **changes}
@@ -212,6 +217,20 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
         ("dense", {"encoding": "alibi", "aside": (1, 0)}),
         ("dense", {"encoding": "alibi", "width": 2 * E}),
+        ("blocks", {"encoding": "transformer_xl"}),
+        ("blocks", {"encoding": "transformer_xl", "dropout": 0.1, "train": True}),
+        ("dense", {"encoding": "transformer_xl", "length": 255}),
+        ("dense", {"encoding": "transformer_xl", "query": 1, "key": 300, "past": 299}),
+        ("vectors", {"encoding": "tupe"}),
+        ("vectors", {"encoding": "tupe", "train": True, "causal": True}),
+        ("vectors", {"encoding": "tupe", "keys": torch.arange(256)[None]}),
+        ("vectors", {"encoding": "tupe", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
+        ("dense", {"encoding": "tupe", "mask": torch.zeros(2, 1, 256, 256)}),
+        ("dense", {"encoding": "tupe", "length": 255}),
+        ("dense", {"encoding": "tupe", "query": 1, "key": 300, "past": 299}),
+        ("dense", {"encoding": "tupe", "dropout": 0.1, "train": True}),
+        ("dense", {"encoding": "tupe", "aside": (1, 0)}),
+        ("dense", {"encoding": "tupe", "device": "meta"}),
         ("heads", {"encoding": "fox", "causal": True}),
         ("dense", {"encoding": "fox", "causal": True, "train": True}),
         ("dense", {"encoding": "cope", "causal": True, "length": 255}),
@@ -228,7 +247,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
 )
 def test_the_way_at_its_borders(way, arguments):
     found, seen = choose(**arguments)
-    assert found == way and (seen is None) == (way == "dense")
+    assert found == way and (seen is None) == (way in ("dense", "vectors"))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -259,13 +278,16 @@ def test_a_window_of_keys_is_no_stretch_of_all():
 
 
 def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
-    class Doubled(hf_posenc.list_encodings()["shaw"], type="doubled-in-test"):
-        def score_bias(self, query, key, context):
-            return 2 * super().score_bias(query, key, context)
+    for name, describes in (("shaw", "has_distance_vectors"), ("tupe", "has_score_vectors")):
+        base = hf_posenc.list_encodings()[name]
 
-    assert hf_posenc.list_encodings()["shaw"].has_distance_vectors() and not Doubled.has_distance_vectors()
-    assert not hf_posenc.list_encodings()["alibi"].has_distance_vectors()
-    assert choose("doubled-in-test") == ("dense", None)
+        class Doubled(base, type="doubled-in-test"):
+            def score_bias(self, query, key, context):
+                return 2 * super().score_bias(query, key, context)
+
+        assert getattr(base, describes)() and not getattr(Doubled, describes)()
+        assert not getattr(hf_posenc.list_encodings()["alibi"], describes)()
+        assert choose("doubled-in-test") == ("dense", None)
 
 
 @pytest.fixture
@@ -288,6 +310,7 @@ def ways(monkeypatch):
     [
         ("bert", "alibi", False, "toeplitz"),
         ("bert", "shaw", True, "blocks"),
+        ("bert", "transformer_xl", False, "blocks"),
         ("llama", "t5", True, "blocks"),
         ("gpt2", "shaw", False, "blocks"),
     ],
@@ -354,24 +377,25 @@ def always(monkeypatch):
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
     monkeypatch.setattr(head_blocks, "QUERIES", 4)
     monkeypatch.setattr(tupe, "STORED", 0)
-    for way in ("toeplitz", "blocks", "heads"):
+    for way in bias_backends.MIN_KEYS_FOR_BACKEND:
         monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
 
 
 ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned"}
 ASYMMETRIC = {"type": "alibi", "sides": "asymmetric", "per_layer": True}
-BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
+UNTIED = {"type": "tupe", "untie_cls": True}
+BIASED = [*BIASING, "shaw+alibi", "transformer_xl+t5", "t5+relative", "rope+t5"]
 DENSE = [
     name
     for name in BIASING
     if "score_bias" in (kind := encoding_class(name)).mechanisms()
-    and not (kind.has_distance_vectors() or kind.has_block_bias())
+    and not (kind.has_distance_vectors() or kind.has_score_vectors() or kind.has_block_bias())
 ]
-"""Encodings with a bias by content or absolute position in neither of two other forms. They always use a dense bias."""
+"""Encodings with a bias by content or absolute position in none of three other forms. They always use a dense bias."""
 
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
-PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, *BUCKETS)]
+PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, UNTIED, *BUCKETS)]
 PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama"), on=("bert", "gpt2", "llama"))]
 
 
@@ -407,7 +431,6 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
     [
         *(("fox", scale, {}) for scale in (0.1, 3.0, 30.0)),  # gates that are open, that forget within a block, and closed
         *(("cope", 1.0, {"max_position": most}) for most in (2, 3, 64)),
-        ("tupe", 1.0, {}),
     ],
 )
 @torch.no_grad()
@@ -439,6 +462,59 @@ def test_heads_in_blocks_against_all_scores_at_once(monkeypatch, always, encodin
     if seen == "right padding":  # Queries in the padding see sums over other padding.
         real[1, :, keys - 3 :] = False
     torch.testing.assert_close(found.double()[real], expected[real], rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("case", [*SEEN, "scattered positions"])
+@pytest.mark.parametrize(("encoding", "way"), [("transformer_xl", "blocks"), ("tupe", "vectors")])
+def test_products_with_vectors_in_each_precision(always, ways, encoding, way, case, dtype, limit):
+    """Outputs and gradients agree with attention in float64 with the bias of all pairs. All queries have one head of keys."""
+    cls, (queries, keys) = hf_posenc.list_encodings()[encoding], (7, 13) if case == "causal" else (11, 11)
+    module = cls(Geometry(H * E, H, E, max_length=40))
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=50 + number))
+    states = [random(2, *shape, E, seed=n).to(dtype) for n, shape in enumerate(((H, queries), (1, keys), (1, keys)))]
+    past, there = keys - queries, None
+    if case == "scattered positions":
+        there = torch.stack([torch.arange(keys) * 3, torch.arange(keys).flip(0)])
+        way = "dense" if way == "blocks" else way
+    here = torch.arange(past, keys)[None] if there is None else there
+    context = PositionContext(module, here, past, torch.zeros(1, 1).long(), there, scaling=0.3)
+    shown = torch.ones(2, 1, queries, keys, dtype=torch.bool)
+    for first_row, last_row, begin, end in SEEN[case](queries, keys).spans if case in SEEN else ():
+        shown[first_row:last_row] = ((torch.arange(keys) >= begin) & (torch.arange(keys) < end)).expand(queries, -1)
+    shown = shown.tril(past) if case == "causal" else shown
+    sees = shown.any(-1).mT.expand(-1, -1, H)  # [B, Q, H]
+    results = []
+    for kind, dense in ((dtype, False), (torch.float64, True)):
+        module = module.to(dtype).to(kind)
+        query, key, value = leaves = [each.to(kind, copy=True).requires_grad_() for each in states]
+        its = replace(context, encoding=module, computed={})
+        if dense:
+            bias = bias_backends.score_bias([module], query, key, its)
+            weights = (query @ key.mT * 0.3 + bias).masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
+            output = (weights @ value).transpose(1, 2)
+        else:
+            output = biased(leaves, shown, module, its, scaling=0.3)
+        leaves = [*leaves, *module.parameters()]
+        results.append([output[sees], *torch.autograd.grad(output[sees].double().square().sum(), leaves)])
+    assert {*ways} == {way}
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= limit * expected.norm()
+
+
+@torch.no_grad()
+def test_a_small_bias_that_layers_share_is_stored(always, monkeypatch):
+    """Only if layers don't share it, or it is large, the vectors are faster."""
+    index = torch.arange(11)[None]
+    for stored, per_layer, expected in ((H * 121, False, True), (H * 121 - 1, False, False), (H * 121, True, False)):
+        monkeypatch.setattr(tupe, "STORED", stored)
+        module = hf_posenc.list_encodings()["tupe"](Geometry(H * E, H, E, max_length=11), per_layer=per_layer)
+        context, states = PositionContext(module, index, 0, torch.zeros(1, 1).long(), scaling=0.5), random(1, H, 11, E)
+        assert (module("score_vectors", states, states, context) is None) == expected
+        with torch.enable_grad():
+            assert module("score_vectors", states, states, context)[0].requires_grad
 
 
 def test_fox_omits_keys_that_are_forgotten():
@@ -503,7 +579,9 @@ def test_extra_tokens_beside_a_distance_bias(always, monkeypatch, kind, aside, d
         torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize(("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True)])
+@pytest.mark.parametrize(
+    ("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True), ("transformer_xl", True), ("tupe", True)]
+)
 def test_autocast(always, ways, encoding, train):
     model = patched("bert", encoding).train(train)
     for module in model.modules():
@@ -583,9 +661,9 @@ def test_vectors_of_another_shape(own_registry, always, ways, given, message):
             model(tokens())
 
 
-def biased(states, mask, encoding, context, forward=sdpa_attention_forward, is_causal=False):
+def biased(states, mask, encoding, context, forward=sdpa_attention_forward, is_causal=False, scaling=0.5):
     """The output `[B, Q, H, E]` of an attention that uses SDPA."""
-    module, options = SimpleNamespace(is_causal=is_causal), {"scaling": 0.5, "is_causal": is_causal}
+    module, options = SimpleNamespace(is_causal=is_causal), {"scaling": scaling, "is_causal": is_causal}
     call = AttentionCall(module, *states, mask, [encoding], context, is_causal, options)
     return bias_backends.biased_attention(forward, call)[0]
 
@@ -723,7 +801,7 @@ def test_padding_to_which_a_bias_hides_all_keys(own_registry, always, ways, host
     assert "blocks" in ways
 
 
-@pytest.mark.parametrize("encoding", ["shaw", "relative_key_query", "shaw+alibi"])
+@pytest.mark.parametrize("encoding", ["shaw", "relative_key_query", "shaw+alibi", "transformer_xl+alibi"])
 def test_hidden_queries_in_half_precision(always, ways, encoding):
     """The lowest float32 becomes -inf in half precision. Here, queries before the first visible key are in a
     block with others.
@@ -737,7 +815,7 @@ def test_hidden_queries_in_half_precision(always, ways, encoding):
         assert all(gradient.isfinite().all() for gradient in found.values()) and "blocks" in ways
 
 
-@pytest.mark.parametrize("encoding", ["t5", "shaw"])
+@pytest.mark.parametrize("encoding", ["t5", "shaw", "transformer_xl"])
 def test_checkpointing_drops_the_same_weights(always, encoding):
     """In reentrant checkpointing, the first run of a layer is without gradients."""
     outputs = []
@@ -793,7 +871,7 @@ def test_gradients_of_a_bias_reach_what_it_is_made_of(own_registry, always):
     assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query"])
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query", "transformer_xl"])
 def test_another_default_device(always, ways, encoding):
     model = patched("bert", encoding).train()
     ids, mask = padded(tokens(2), [11, 7], "right")
@@ -809,8 +887,9 @@ def test_autocast_leaves_doubles_as_they_are(always, ways):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # from torch's rule for unfold
-def test_torch_func_takes_a_dense_bias(always, ways):
-    model = patched("bert", "t5")
+@pytest.mark.parametrize("encoding", ["t5", "transformer_xl", "tupe"])
+def test_torch_func_takes_a_dense_bias(always, ways, encoding):
+    model = patched("bert", encoding)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters, ids):
@@ -838,11 +917,14 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("host", "encoding", "train"),
-    [("bert", "t5", True), ("bert", "relative_key_query", True), ("llama", "alibi", False), ("llama", "shaw", False)],
+    [
+        *[("bert", "t5", True), ("bert", "relative_key_query", True), ("bert", "transformer_xl", True), ("bert", "tupe", True)],
+        *[("llama", "alibi", False), ("llama", "shaw", False), ("llama", "transformer_xl", False), ("llama", "tupe", True)],
+    ],
 )
 def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
     length = 2048
-    model = patched(host, encoding)
+    model = patched(host, encoding, max_position_embeddings=length)
     heads = model.config.num_attention_heads
     with torch.set_grad_enabled(train):
         # The model's own padding mask has one head, and one byte for each query and key.

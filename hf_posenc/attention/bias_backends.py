@@ -5,6 +5,7 @@
 - toeplitz: for biases that depend only on distance. SDPA reads the bias from a view of one row `[H, Q + K - 1]`, with the
   keys in reverse order.
 - blockwise: for biases with gradients, or that depend on distance and content (`PositionEncoding.distance_vectors`).
+- vectors: for biases that are products of vectors (`PositionEncoding.score_vectors`), which are appended to queries and keys.
 - heads: for biases without gradients that the encoding computes by block (`PositionEncoding.block_bias`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
@@ -29,8 +30,8 @@ from hf_posenc.attention.dispatch import AttentionCall, Function
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
-BiasBackend = Literal["dense", "toeplitz", "blocks", "heads"]
-MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "heads": 256}
+BiasBackend = Literal["dense", "toeplitz", "blocks", "vectors", "heads"]
+MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "vectors": 256, "heads": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
@@ -50,6 +51,15 @@ def _by_content(encoding: PositionEncoding) -> bool:
 def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | None]:
     """The backend for the biases of a call under SDPA, and the keys that queries see, if the backend needs them."""
     biasing, query, keys, context, spans = call.biasing, call.query, call.key.shape[2], call.context, None
+    if (
+        len(biasing) == 1
+        and biasing[0].has_score_vectors()
+        and _reads_views(query)
+        and keys >= MIN_KEYS_FOR_BACKEND["vectors"]
+        and not (call.dropout or context.has_extra_tokens)
+        and (call.mask is None or call.mask.dtype == torch.bool)
+    ):
+        return "vectors", None
     by_content = [encoding for encoding in biasing if "score_bias" in encoding.mechanisms()]
     backend: BiasBackend = "toeplitz"
     # With dropout, SDPA computes all scores. Gradient checkpointing first runs without gradients, then with the same dropout.
@@ -120,6 +130,8 @@ def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) 
     if output is not None:
         return output
     backend, spans = select_backend(call)
+    if backend == "vectors":
+        return _by_vectors(call, scaling)
     if spans is None or (backend == "blocks" and _blockwise() is None):
         return None
     if backend == "heads":
@@ -214,6 +226,23 @@ def _around_extra_tokens(call: AttentionCall, scaling: float) -> Tensor | None:
     return output.transpose(1, 2)
 
 
+def _by_vectors(call: AttentionCall, scaling: float) -> Tensor | None:
+    """The output `[B, Q, H, E]` of SDPA for queries and keys that end with vectors. None if the encoding returns no vectors."""
+    query, key, value = call.query, call.key, call.value
+    vectors = call.biasing[0]("score_vectors", query, key, call.context)
+    if vectors is None:
+        return None
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    query, key = (
+        torch.cat([states, more.to(states.dtype).expand(len(states), -1, -1, -1)], dim=-1)
+        for states, more in ((query, vectors[0] / scaling), (key, vectors[1]))
+    )
+    width, causal = value.shape[-1], call.is_causal and call.mask is None
+    value = F.pad(value, (0, max(query.shape[-1] - width, 0)))  # Otherwise, SDPA would compute all scores.
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=call.mask, scale=scaling, is_causal=causal)
+    return output[..., :width].transpose(1, 2).contiguous()
+
+
 def _by_heads(call: AttentionCall, spans: VisibleSpans, scaling: float) -> Tensor | None:
     """The output `[B, Q, H, E]`. None if the encoding doesn't compute its bias by block."""
     from hf_posenc.attention import head_blocks
@@ -272,6 +301,7 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
                     return None
                 table.for_queries, table.for_keys = vectors
                 table.head, table.tail = _clipped_ends(_rows(encoding, distance))
+                table.query_offsets = encoding("query_offsets")
         if table.values is not None or spans.is_causal:
             values = query.new_zeros(heads, len(distance)) if table.values is None else table.values
             values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)

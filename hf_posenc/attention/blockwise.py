@@ -72,7 +72,10 @@ def attention(
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
-    inputs = query, key.flip(2), value.flip(2), *columns.tensors
+    positional = query
+    if columns.query_offsets is not None:
+        query, positional = (query + offset[:, None].to(query.dtype) for offset in columns.query_offsets)
+    inputs = query, positional, key.flip(2), value.flip(2), *columns.tensors
     attend = _Attention.apply if _compat.records_operations(*inputs) else _Attention.forward
     return attend(*inputs, settings)
 
@@ -92,11 +95,15 @@ class Buffers:
 
 
 class _Attention(torch.autograd.Function):
-    """The same attention, with keys and values already in reverse order."""
+    """The same attention, with keys and values already in reverse order.
+
+    query: multiplied by keys. positional: the queries that are multiplied by vectors.
+    """
 
     @staticmethod
     def forward(
         query: Tensor,
+        positional: Tensor,
         key: Tensor,
         value: Tensor,
         values: Tensor | None,
@@ -110,7 +117,7 @@ class _Attention(torch.autograd.Function):
         # From this layout, models create [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
         if settings.dropped:
-            for part in _parts(query, key, columns, settings):
+            for part in _parts(query, positional, key, columns, settings):
                 its_value = value[part.row, part.head, part.within]
                 output[part.row, part.head, part.block] = part.left.to(value.dtype) @ its_value
             return output.mul_(settings.factor)
@@ -120,7 +127,8 @@ class _Attention(torch.autograd.Function):
             r, n = block.stop - block.start, within.stop - within.start
             for those, these in _groups(rows, heads, 0 if alone else r * (r + n - 1)):
                 its_query, its_key = query[those, these, block], key[those, these, within]
-                bias = _bias(columns.of_heads(these), its_query, its_key, block.start + within.start, scaling, buffers)
+                its_positional, start = positional[those, these, block], block.start + within.start
+                bias = _bias(columns.of_heads(these), its_positional, its_key, start, scaling, buffers)
                 output[those, these, block] = F.scaled_dot_product_attention(
                     its_query, its_key, value[those, these, within], attn_mask=bias, scale=scaling
                 )
@@ -138,10 +146,10 @@ class _Attention(torch.autograd.Function):
                 "This attention doesn't support second-order gradients (create_graph=True). Call "
                 "model.set_attn_implementation('eager')."
             )
-        query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
+        query, positional, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
         columns = ctx.settings.columns(values, for_queries, for_keys)
         with torch.autocast(query.device.type, enabled=False):
-            return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None)
+            return (*_gradients(query, positional, key, value, columns, output, upstream, ctx.settings), None)
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class Part:
         return self.block.start + self.within.start
 
 
-def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Settings) -> Iterator[Part]:
+def _parts(query: Tensor, positional: Tensor, key: Tensor, columns: DistanceTable, settings: Settings) -> Iterator[Part]:
     """All parts, with keys in reverse order. Each iteration drops the same weights."""
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
@@ -186,8 +194,8 @@ def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Setting
             if not rows.start <= row < rows.stop:
                 continue
             its_query, its_key = query[row, head, block], key[row, head, within]
-            start = block.start + within.start
-            bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
+            its_positional, start = positional[row, head, block], block.start + within.start
+            bias = _bias(own, its_positional[None, None], its_key[None, None], start, settings.scaling, buffers)[0, 0]
             scores = torch.addmm(bias.to(exact), its_query.to(exact), its_key.to(exact).mT, alpha=settings.scaling)
             weights = scores.softmax(-1)
             if hides_all:  # A bias of -inf, or a sum that is -inf in half precision, can hide all keys of padding queries.
@@ -243,7 +251,7 @@ def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scalin
             own[..., :first] += products[..., :1]
             own[..., last:] += products[..., -1:]
     if columns.values is not None:
-        own += columns.values[:, None, start : start + width]
+        own += columns.values[:, None, start : start + width].to(own.dtype)  # Adding float32 to half precision is slow.
     return bias
 
 
@@ -276,18 +284,25 @@ def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tup
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, output: Tensor, upstream: Tensor, settings: Settings
+    query: Tensor,
+    positional: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: DistanceTable,
+    output: Tensor,
+    upstream: Tensor,
+    settings: Settings,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of queries, keys, values, and the three tensors of columns."""
+    """The gradients of both kinds of queries, keys, values, and the three tensors of columns."""
     exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
     means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
-    of_query = torch.zeros_like(query)
+    of_query, of_positional = torch.zeros_like(query), None if columns.for_queries is None else torch.zeros_like(query)
     of_key, of_value = (torch.zeros_like(states, dtype=exact) for states in (key, value))
     of_values, of_vectors, of_key_vectors = (
         None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
     )
     skewed = query.new_empty(0, dtype=exact)
-    for part in _parts(query, key, columns, settings):
+    for part in _parts(query, positional, key, columns, settings):
         row, head, block, within, weights = part.row, part.head, part.block, part.within, part.weights
         its_query, its_upstream = query[row, head, block], upstream[row, head, block]
         its_key, its_value = key[row, head, within], value[row, head, within]
@@ -302,12 +317,12 @@ def _gradients(
         torch.mul(of_weights.sub_(means[row, head, block]), weights, out=of_scores)
         _add_product(of_value[row, head, within], part.left.mT, its_upstream)
         _add_product(of_key[row, head, within], of_scores.mT, its_query)
-        its_gradient = (of_scores.to(query.dtype) @ its_key).to(exact)
+        of_query[row, head, block] = (of_scores.to(query.dtype) @ its_key).to(exact) * scaling
         if of_values is not None:
             of_values[head, part.start : part.start + shape[1]] += skewed.sum(0)
-        if own.for_queries is not None:
-            _add_query_gradients(own, skewed, its_query, part.start, its_gradient, _of_head(of_vectors, head)[0])
-        of_query[row, head, block] = its_gradient * scaling
+        if of_positional is not None:
+            gradient = _query_gradients(own, skewed, positional[row, head, block], part.start, _of_head(of_vectors, head)[0])
+            of_positional[row, head, block] = gradient * scaling
         if own.for_keys is not None:
             gradients = _tiles(_of_head(of_key_vectors, head)[0], part.start, *weights.shape)
             for (tile, vectors), (_, gradient) in zip(
@@ -326,6 +341,7 @@ def _gradients(
     wanted = zip(columns.tensors, (of_values, of_vectors, of_key_vectors), strict=True)
     return (
         of_query,
+        of_positional,
         of_key.to(key.dtype),
         of_value.to(value.dtype),
         *(None if gradient is None else gradient.to(tensor.dtype) for tensor, gradient in wanted),
@@ -356,10 +372,8 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
         target += left.to(right.dtype) @ right
 
 
-def _add_query_gradients(
-    columns: DistanceTable, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
-) -> None:
-    """Add the gradients of a block's queries and of the vectors that they are multiplied by, both before scaling.
+def _query_gradients(columns: DistanceTable, skewed: Tensor, query: Tensor, start: int, of_vectors: Tensor) -> Tensor:
+    """The gradients of a block's queries `[r, E]`, before scaling. Also adds those of the vectors to `of_vectors`.
 
     skewed: `[r, w]`, the gradients of the scores, by column.
     """
@@ -368,10 +382,11 @@ def _add_query_gradients(
     first, last = _ends(columns, start, skewed.shape[1])
     ends = ((0, skewed[:, :first]), (-1, skewed[:, last:]))
     middle = skewed[:, first:last].to(query.dtype)
-    _add_product(of_query, middle, vectors[start + first : start + last])
+    found = (middle @ vectors[start + first : start + last]).to(skewed.dtype)
     _add_product(of_vectors[start + first : start + last], middle.mT, query)
     for place, part in ends:
         if part.shape[1]:
             total = part.sum(1, keepdim=True)
-            of_query += total * vectors[place]
+            found += total * vectors[place]
             of_vectors[place] += (total * query).sum(0)
+    return found

@@ -52,6 +52,7 @@ class DistanceTable:
     values: `[H, N]`, biases on scaled scores.
     for_queries, for_keys: vectors `[1 or H, N, E]`. Their products with queries or keys are added to QKᵀ, before scaling.
     head, tail: numbers of columns at the start and the end that share one vector for queries.
+    query_offsets: see `PositionEncoding.query_offsets`.
     reach: `[H]`. A key has a negligible weight if its bias is lower than that of another visible key by more than this. None:
         no keys are omitted for this reason.
     """
@@ -62,6 +63,7 @@ class DistanceTable:
     head: int = 0
     tail: int = 0
     reach: Tensor | None = None
+    query_offsets: tuple[Tensor, Tensor] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -264,6 +264,14 @@ class PositionEncoding(nn.Module):
         """
         return None, None
 
+    def query_offsets(self) -> tuple[Tensor, Tensor] | None:
+        """Two vectors `[H, E]` that are added to queries before the products with keys, and with `distance_vectors`.
+
+        `score_bias` then also has the products of the first one with keys, and of the second one with `distance_vectors`.
+        None if queries have no such vectors.
+        """
+        return None
+
     def reset_parameters(self) -> None:
         """Initialize all parameters and buffers of this module."""
 
@@ -298,6 +306,14 @@ class PositionEncoding(nn.Module):
 
         Attention calls it on a CPU for consecutive positions, if no other encoding adds a bias. It has as many heads for keys
         as for queries.
+        """
+        return None
+
+    def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
+        """Vectors of queries and keys whose products are `score_bias`, or None if this isn't faster.
+
+        Their shapes are `[1 or B, H, Q, S]` and `[1 or B, H, K, S]`, of any size S. Attention calls it on a CPU, if no other
+        encoding adds a bias and no token is without a position.
         """
         return None
 
@@ -389,6 +405,11 @@ class PositionEncoding(nn.Module):
     def has_block_bias(cls) -> bool:
         """Whether `block_bias` describes the whole bias, that is, no subclass adds to `score_bias` or overrides only that."""
         return cls._describes_score_bias("block_bias") and "distance_bias" not in cls.mechanisms()
+
+    @classmethod
+    def has_score_vectors(cls) -> bool:
+        """Whether `score_vectors` describes the whole bias."""
+        return cls._describes_score_bias("score_vectors") and "distance_bias" not in cls.mechanisms()
 
     @classmethod
     def _describes_score_bias(cls, method: str) -> bool:

@@ -121,8 +121,17 @@ def initialize_missing(encodings: Iterable[PositionEncoding]) -> None:
             values = _tensors(fresh)
             for name, tensor in _tensors(encoding).items():
                 if name in values and not is_marked(tensor):
-                    tensor.copy_(values[name])
+                    _give(tensor, values[name])
                 mark(tensor)
+
+
+def _give(tensor: Tensor, values: Tensor) -> None:
+    """Set the values of a new tensor, without a copy if possible."""
+    alike = all(getattr(tensor, name) == getattr(values, name) for name in ("shape", "dtype", "device", "layout"))
+    if alike and type(tensor) is type(values) and type(tensor.data) is Tensor:
+        tensor.data = values.data
+    else:
+        tensor.copy_(values)
 
 
 @contextlib.contextmanager
@@ -172,11 +181,15 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
             built = make()
             for module in built:
                 _check_tensors(module)
-                for encoding in module.modules() if module is not None else ():
-                    if isinstance(encoding, PositionEncoding) and (_empty(encoding) or not _resets(type(encoding))):
-                        with torch.no_grad():
-                            encoding.reset_parameters()
-                if name := _empty(module):
+                parts = [] if module is None else [each for each in module.modules() if isinstance(each, PositionEncoding)]
+                name = _empty(module)
+                if name or not all(_resets(type(part)) for part in parts):
+                    with torch.no_grad():
+                        for part in parts:
+                            if _empty(part) or not _resets(type(part)):
+                                part.reset_parameters()
+                    name = _empty(module)
+                if name:
                     raise ValueError(
                         f"{type(module).__name__}.{name} has uninitialized memory. Set it in __init__ or reset_parameters."
                     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
@@ -42,41 +43,50 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
             nn.init.normal_(parameter, std=0.02)
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        weight, content, position = (each.to(query.dtype) for each in (self.weight, self.content, self.position))
+        content, position = (each.to(query.dtype) for each in self.query_offsets())
         query = (query + position[:, None]) * context.scaling
         # A single query needs one vector per key, and its product with W is cheaper.
         by_distance = self._by_distance if context.is_contiguous and query.shape[2] > 1 else self._by_position
-        return by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3)) * context.scaling
+        return by_distance(query, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3)) * context.scaling
 
-    def _by_distance(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
-        """q · W R, `[B, H, Q, K]`, from one vector W R per distance of contiguous tokens."""
-        queries, first = query.shape[2], context.first_key
+    def distance_vectors(self, distance: Tensor) -> tuple[Tensor, None]:
+        farthest = int(distance.abs().max())
+        return self._vectors(distance, self._waves(torch.arange(farthest + 1, device=distance.device))), None
 
-        def compute() -> tuple[Tensor, Tensor, Tensor]:
-            # One column more than there are keys, for the shape below.
-            distance = torch.arange(1 - queries, keys + 1, device=query.device) + (first - context.past)
-            return distance + keys, *self._waves(torch.arange(keys + 1, device=query.device))
+    def query_offsets(self) -> tuple[Tensor, Tensor]:
+        return self.content, self.position
 
-        index, sines, cosines = self._once("distances", compute, context)
-        # Sines are odd and cosines even, so that products for distances 0, 1, …, K suffice. None is greater than K.
+    def _vectors(self, distance: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
+        """W R, `[N]` -> `[H, N, E]`, from the waves of distances 0, 1, …, up to the farthest."""
+        heads, size, _ = self.weight.shape
+        # Sines are odd and cosines even, so the products for negative distances are sums or differences, too.
         odd, even = (
-            waves.to(query.dtype) @ half.transpose(1, 2)
-            for waves, half in zip((sines, cosines), weight.chunk(2, dim=-1), strict=True)
+            F.linear(each.to(half.dtype), half.flatten(0, 1))
+            for each, half in zip(waves, self.weight.chunk(2, dim=-1), strict=True)
         )
-        vectors = torch.cat([(even + odd).flip(1), (even - odd)[:, 1:]], dim=1)[:, index]
-        products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K]: the keys of query i start at column Q - 1 - i
+        table = torch.cat([(even + odd).flip(0), (even - odd)[1:]])
+        return F.embedding(distance + (len(even) - 1), table).unflatten(-1, (heads, size)).transpose(0, 1)
+
+    def _by_distance(self, query: Tensor, keys: int, context: PositionContext) -> Tensor:
+        """q · W R, `[B, H, Q, K]`, from one vector W R per distance of contiguous tokens."""
+        queries = query.shape[2]
+        # No distance is greater than K. There is one column more than there are keys, for the shape below.
+        distance = torch.arange(1 - queries, keys + 1, device=query.device) + (context.first_key - context.past)
+        waves = self._once("distances", lambda: self._waves(torch.arange(keys + 1, device=query.device)), context)
+        # [B, H, Q, Q + K]: the keys of query i start at column Q - 1 - i
+        products = query @ self._vectors(distance, waves).to(query.dtype).transpose(1, 2)
         width = queries + keys - 1
         rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
         return rows[..., :keys]
 
-    def _by_position(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
+    def _by_position(self, query: Tensor, keys: int, context: PositionContext) -> Tensor:
         """q · W R for any positions: Wᵀq rotated by the query's angles, times sines and cosines of the key's angles."""
 
         def compute() -> tuple[Tensor, ...]:
             return *self._waves(context.positions), torch.cat(self._waves(context.key_positions(keys)), dim=-1)
 
         sines, cosines, waves = (each[:, None].to(query.dtype) for each in self._once("positions", compute, context))
-        of_sines, of_cosines = (query @ weight).chunk(2, dim=-1)
+        of_sines, of_cosines = (query @ self.weight.to(query.dtype)).chunk(2, dim=-1)
         turned = [of_cosines * sines - of_sines * cosines, of_sines * sines + of_cosines * cosines]
         return torch.cat(turned, dim=-1) @ waves.transpose(2, 3)
 

@@ -1,15 +1,17 @@
 """Untied positional encoding: https://arxiv.org/abs/2006.15595"""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext
 
 STORED = 2**22
-"""The maximum number of elements of a bias that all layers share. Computing a larger one by block is as fast in each layer."""
+"""The maximum number of elements of a bias that all layers share. Above it, `score_vectors` are faster in each layer."""
 
 
 class TUPE(PositionEncoding, type="tupe"):
@@ -56,46 +58,41 @@ class TUPE(PositionEncoding, type="tupe"):
         return True
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        keys = key.shape[2]
-        if self.is_trained() or self.per_layer:
-            return self._bias(keys, context)
-        known = (
-            self,
-            context.first_key,
-            None if torch.compiler.is_compiling() else keys,
-        )  # traced sizes aren't distinguished
-        return context.cached(known, lambda: self._bias(keys, context))
+        return self._once("bias", lambda: self._bias(key.shape[2], context), key.shape[2], context)
 
-    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
-        keys = key.shape[2]
-        if self.untie_cls or query.shape[1] * query.shape[2] * keys <= STORED:
+    def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
+        elements = query.shape[1] * query.shape[2] * key.shape[2]
+        if self.untie_cls or (self._is_shared() and elements <= STORED):
             return None
-        known = (self, "vectors", context.first_key, keys)
-        if self.per_layer:
-            at_queries, at_keys = self._vectors(keys, context)
-        else:
-            at_queries, at_keys = context.cached(known, lambda: self._vectors(keys, context))
 
-        def bias(block: Block) -> Tensor:
-            return block.of(at_queries, block.queries) @ block.of(at_keys, block.keys).mT
+        def compute() -> tuple[Tensor, Tensor]:
+            queries, places = self._queries(key.shape[2], context)
+            return queries, self._projected(places, self.key_weight)
 
-        return bias
+        return self._once("vectors", compute, key.shape[2], context)
 
-    def _vectors(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """The vectors of queries and, in reverse order, of keys, whose products are the bias, `[1 or B, H, Q or K, E]`."""
+    def _is_shared(self) -> bool:
+        """Whether all layers of a forward pass have the same bias, without gradients."""
+        return not (self.is_trained() or self.per_layer)
+
+    def _once(self, what: str, compute: Callable[[], Any], keys: int, context: PositionContext) -> Any:
+        """The result of `compute`, evaluated once for all layers that share it."""
+        # Traced sizes aren't distinguished.
+        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
+        return context.cached(known, compute) if self._is_shared() else compute()
+
+    def _queries(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """The vectors of queries, `[1 or B, H, Q, E]`, and the rows of keys in the table, `[1 or B, K]`."""
         here, there = context.positions, context.key_positions(keys)
         self._check(here, there, context)
-        queries = self._projected(here, self.query_weight) * self._scaling
-        return queries, self._projected(there.clamp(0, len(self.weight) - 1).flip(-1), self.key_weight)
+        # Scaled here, because the products would be more to scale. Keys beyond the table are padding, hidden by the mask.
+        queries = self._projected(here, self.query_weight) * (2 * self.geometry.head_dim) ** -0.5
+        return queries, there.clamp(0, len(self.weight) - 1)
 
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
         """The bias, `[1 or B, H, Q, K]`."""
-        here, there = context.positions, context.key_positions(keys)
-        self._check(here, there, context)
-        # Keys beyond the table are padding, hidden by the mask.
-        places = there.clamp(0, len(self.weight) - 1)
-        queries = self._projected(here, self.query_weight) * self._scaling  # The products would be more to scale.
-        if here.shape[1] == 1:
+        queries, places = self._queries(keys, context)
+        if queries.shape[2] == 1:
             # With a cache, all keys would be projected for one query. Multiplying the query by the projection is cheaper.
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, 1, D]
             bias = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
@@ -103,13 +100,9 @@ class TUPE(PositionEncoding, type="tupe"):
             bias = queries @ self._projected(places, self.key_weight).transpose(2, 3)
         if self.untie_cls:
             of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
-            bias = torch.where(there[:, None, None, :] == 0, to_cls, bias)
-            bias = torch.where(here[:, None, :, None] == 0, of_cls, bias)
+            bias = torch.where(context.key_positions(keys)[:, None, None, :] == 0, to_cls, bias)
+            bias = torch.where(context.positions[:, None, :, None] == 0, of_cls, bias)
         return bias
-
-    @property
-    def _scaling(self) -> float:
-        return (2 * self.geometry.head_dim) ** -0.5
 
     def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
         """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
