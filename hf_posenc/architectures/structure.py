@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import _compat
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
+from hf_posenc.architectures.components.vision import has_square_windows
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, PositionSpec, StackPlan
 from hf_posenc.encodings import Geometry
@@ -177,6 +178,12 @@ class Structure:
         """The path of the first layer, which may be an order-sensitive layer without attention."""
         first, _ = self._layer(next(iter(self.attentions)))
         return f"{first.rpartition('.')[0]}.0" if self.order_sensitive else first
+
+    @functools.cached_property
+    def square_windows(self) -> frozenset[str]:
+        """The paths of the attentions that see square windows of the image."""
+        layers = tuple(f"{path}." for path, module in self.modules.items() if has_square_windows(module))
+        return frozenset(path for path in self.attentions if path.startswith(layers))
 
     @property
     def blocks(self) -> dict[str, str]:
