@@ -346,7 +346,7 @@ def run_on_image(prefix, model, height, width):
 @pytest.mark.parametrize(
     ("prefix", "height", "width"),
     # 2 x 8 patches are as many as a window has, but the model pads them to two windows.
-    [*((prefix, 32, 32) for prefix in WINDOWS), ("Swinv2", 8, 32), ("MaskFormerSwin", 8, 32)],
+    [*((prefix, 32, 32) for prefix in WINDOWS), ("Swinv2", 8, 32), ("MaskFormerSwin", 8, 32), ("VitDet", 32, 64)],
 )
 def test_cells_in_windows(prefix, height, width, own_registry):
     """Each model's own function cuts a map of rows and columns into windows. Their cells begin at 0."""
@@ -363,7 +363,7 @@ def test_cells_in_windows(prefix, height, width, own_registry):
     def record(layer, args, output):
         size = layer.window_size
         cut = getattr(layer, "window_partition", None) or sys.modules[type(layer).__module__].window_partition
-        parts = cut(cells_of(4 * size, 4 * size)[None], size) if size else [cells_of(4, 4)]
+        parts = cut(cells_of(4 * size, 4 * size)[None], size) if size else [cells_of(height // 8, width // 8)]
         expected.append((parts[0] if isinstance(parts, tuple) else parts)[0].flatten(0, 1))
 
     layers = [module for module in new.modules() if isinstance(getattr(module, "window_size", None), int)]

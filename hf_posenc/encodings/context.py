@@ -160,8 +160,8 @@ class PositionContext:
             index = torch.arange(length - extra if whole else length, device=device)[None]
             placed = replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
             if not whole:
-                kept = {"num_images": layout.num_images, "windows": layout.windows, "square": square}
-                return replace(placed, patches=PatchLayout(cells=layout.cells_of_one(length), **kept))
+                window = PatchLayout(cells=layout.cells_of_one(length), num_images=layout.num_images, windows=layout.windows)
+                return replace(placed, patches=replace(window, square=square))
             if layout.kept_patches is not None:
                 return replace(placed, positions=layout.kept_patches, keys=layout.kept_patches)
             if len(layout.images) > 1:
