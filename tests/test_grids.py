@@ -17,6 +17,7 @@ import transformers
 import hf_posenc
 import oracles
 from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
 from hf_posenc.encodings import PatchLayout
 from models import randomize
 from models import stock as text_model
@@ -384,6 +385,34 @@ def test_vectors_before_windows(prefix, grid):
         layer.register_forward_pre_hook(lambda _, args: given.append(args[0]))
         run_on_image(prefix, new, 32, 48)
     assert_close(given[0] - given[1], vectors(cells_of(*grid).flatten(0, 1).tolist(), given[0].shape[-1])[None], atol=1e-5)
+
+
+@torch.no_grad()
+def test_vectors_after_attention_in_windows():
+    """Each patch gets the vector of its row and column in the window. 2 x 8 patches are as many as a window has."""
+    sizes, pixels, outputs = {**SWIN, "depths": [1], "num_heads": [2]}, images(batch=1, height=8, width=32), []
+    for encoding, inject in (("none", {}), ("sinusoidal_2d", {"inject": "after_attention"})):
+        new = hf_posenc.patch(stock("MaskFormerSwin", **sizes), encoding, **inject)
+        new.encoder.layers[0].blocks[0].attention.register_forward_hook(lambda *given: outputs.append(given[-1][0]))
+        new(pixels)
+    assert_close(outputs[1] - outputs[0], vectors(CELLS, outputs[0].shape[-1]).expand(2, -1, -1), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoding", ["rope_2d", "mixed", "sinusoidal_2d"])
+def test_a_new_process_loads_models_with_windows(encoding, tmp_path):
+    model, pixels = transformers.SwinForImageClassification(stock("Swin", **WINDOWS["Swin"]).config).eval(), images()
+    new = with_encoding(randomize(model), encoding)
+    new.save_pretrained(tmp_path)
+    torch.save((pixels, new(pixels).logits, model(pixels).logits), tmp_path / "kept.pt")
+    code = (
+        "import sys, torch, transformers, hf_posenc\n"
+        "pixels, ours, theirs = torch.load(sys.argv[1] + '/kept.pt')\n"
+        "model = transformers.AutoModelForImageClassification.from_pretrained(sys.argv[1])\n"
+        "with torch.no_grad():\n"
+        "    print(model(pixels).logits.equal(ours), hf_posenc.unpatch(model)(pixels).logits.equal(theirs))\n"
+    )
+    assert run_python(code, tmp_path) == "True True\n"
 
 
 # Models without a grid.
