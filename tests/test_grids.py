@@ -438,7 +438,7 @@ def test_windows_without_a_grid():
     unknown = oracles.context_of(made("rope_2d"), [[]], patches=PatchLayout(grid=(2, 8), windows=True))
     assert unknown.with_length(16, torch.device("cpu"), square=True).coordinates(2)[0].tolist() == [[*cell] for cell in CELLS]
     for length, square in ((12, True), (4, False)):
-        with pytest.raises(ValueError, match=f"each of {length} tokens.* Windows"):
+        with pytest.raises(ValueError, match=f"each of {length} tokens.* windows"):
             unknown.with_length(length, torch.device("cpu"), square).coordinates(2)
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from hf_posenc import _compat
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
-from hf_posenc.architectures.components.vision import has_square_windows
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, PositionSpec, StackPlan
 from hf_posenc.encodings import Geometry
@@ -182,6 +181,10 @@ class Structure:
     @functools.cached_property
     def square_windows(self) -> frozenset[str]:
         """The paths of the attentions that see square windows of the image."""
+        if self.tokens is not None:
+            return frozenset()
+        from hf_posenc.architectures.components.vision import has_square_windows
+
         layers = tuple(f"{path}." for path, module in self.modules.items() if has_square_windows(module))
         return frozenset(path for path in self.attentions if path.startswith(layers))
 

@@ -276,7 +276,7 @@ def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[Pos
 
 def attend(
     implementation: str,
-    module: nn.Module,
+    module: Any,
     query: Any,
     key: Any,
     value: Tensor,

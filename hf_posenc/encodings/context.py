@@ -200,8 +200,8 @@ class PositionContext:
         if cells is None or cells.shape[1:] != (length, axes):
             raise ValueError(
                 f"This encoding needs {axes} coordinates for each of {length} tokens, but their patch grid is unknown here. "
-                "Windows, frames, and several images in one row have no known grid. Use an encoding with one coordinate, such "
-                "as 'sinusoidal' or 'rope'."
+                "Frames, several images in one row, and some windows have no known grid. Use an encoding with one coordinate, "
+                "such as 'sinusoidal' or 'rope'."
             )
         return cells
 
