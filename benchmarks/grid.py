@@ -78,6 +78,7 @@ class Group:
 
 
 COMMON = ("none", "alibi", "relative", "t5", "rope", "shaw")
+IN_WINDOWS = ("none", "alibi", "sandwich", "rope", "rope_2d", "shaw", "sinusoidal_2d")
 FLOAT, HALF = "float32", "bfloat16"
 ON_CPU = (
     *(
@@ -88,7 +89,7 @@ ON_CPU = (
     Group("forward", 512, batch=2, padded=True),
     *(Group("forward", length, dtype=dtype, host="gpt2") for dtype in (FLOAT, HALF) for length in (512, 2048)),
     Group("forward", 576, host="vit"),
-    Group("forward", 3136, layers=4, heads=6, host="swin", encodings=("none", "alibi", "sandwich", "rope", "shaw")),
+    Group("forward", 3136, layers=4, heads=6, host="swin", encodings=IN_WINDOWS),
     *(Group("train", length, batch=batch, layers=layers) for length, batch, layers in ((128, 4, 3), (512, 1, 3), (2048, 1, 1))),
     *(Group("train", length, layers=layers, dtype=HALF) for length, layers in ((512, 3), (2048, 1))),
     Group("train", 512, dropout=0.1),

@@ -59,7 +59,7 @@ def encodings(group: Group, settings: Settings) -> list[str]:
 
 def _takes(host: str, kind: type[hf_posenc.PositionEncoding]) -> bool:
     """Whether a model type supports an encoding, which may be only for decoders or for image patches."""
-    return kind.axes in (1, 2 if host == "vit" else 1) and (host in ("gpt2", "llama") or not kind.causal_only)
+    return kind.axes in (1, 2 if host in PATCHES else 1) and (host in ("gpt2", "llama") or not kind.causal_only)
 
 
 def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:

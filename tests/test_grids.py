@@ -7,6 +7,7 @@ import cmath
 import copy
 import functools
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ import transformers
 import hf_posenc
 import oracles
 from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
 from hf_posenc.encodings import PatchLayout
 from models import randomize
 from models import stock as text_model
@@ -318,6 +320,101 @@ def test_frames_rows_and_columns(own_registry):
         hf_posenc.patch(stock("vit"), "volume")
 
 
+# Windows.
+
+SWIN = {"patch_size": 4, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+WINDOWS = {
+    "Swin": SWIN,
+    "Swinv2": SWIN,
+    "DonutSwin": SWIN,
+    "MaskFormerSwin": SWIN,
+    "Swin2SR": {**SWIN, "patch_size": 1, "image_size": 8, "num_heads": [2, 2]},
+    "ClapAudio": {**SWIN, "patch_stride": [4, 4], "spec_size": 64, "num_mel_bins": 16, "num_attention_heads": [2, 4]},
+    "SamVision": {"window_size": 3, "global_attn_indexes": [1]},
+    "SamHQVision": {"window_size": 3, "global_attn_indexes": [1]},
+    "Sam3ViT": {"window_size": 3, "global_attn_indexes": [1]},
+    "VitDet": {"window_size": 3, "window_block_indices": [0]},
+}
+"""Prefix of a model -> sizes with several windows. The second layers of SAM, SAM 3, and ViTDet see the whole image."""
+
+
+def run_on_image(prefix, model, height, width):
+    if prefix == "ClapAudio":
+        return states(model, random(1, 1, 64, 16).float(), is_longer=torch.tensor([[False]]))
+    return states(model, images(batch=1, height=height, width=width))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "height", "width"),
+    # 2 x 8 patches are as many as a window has, but the model pads them to two windows.
+    [*((prefix, 32, 32) for prefix in WINDOWS), ("Swinv2", 8, 32), ("MaskFormerSwin", 8, 32), ("VitDet", 32, 64)],
+)
+def test_cells_in_windows(prefix, height, width, own_registry):
+    """Each model's own function cuts a map of rows and columns into windows. Their cells begin at 0."""
+
+    class Cells(hf_posenc.PositionEncoding, type="cells"):
+        axes = 2
+
+        def rotate(self, query, key, context):
+            seen.append(context.coordinates(2))
+            return query, key
+
+    new, seen, expected = hf_posenc.patch(stock(prefix, **WINDOWS[prefix]), "cells"), [], []
+
+    def record(layer, args, output):
+        size = layer.window_size
+        cut = getattr(layer, "window_partition", None) or sys.modules[type(layer).__module__].window_partition
+        parts = cut(cells_of(4 * size, 4 * size)[None], size) if size else [cells_of(height // 8, width // 8)]
+        expected.append((parts[0] if isinstance(parts, tuple) else parts)[0].flatten(0, 1))
+
+    layers = [module for module in new.modules() if isinstance(getattr(module, "window_size", None), int)]
+    for layer in (each for each in layers if hasattr(each, "attention") or hasattr(each, "attn")):
+        layer.register_forward_hook(record)
+    run_on_image(prefix, new, height, width)
+    assert len(seen) == len(expected) == (2 if "V" in prefix or prefix == "VitDet" else 4)
+    assert_equal([cells[0] for cells in seen], expected)
+
+
+@pytest.mark.parametrize(("prefix", "grid"), [("Swin", (8, 12)), ("Swinv2", (8, 12)), ("Swin2SR", (32, 48))])
+def test_vectors_before_windows(prefix, grid):
+    """The rows and columns are those of the whole image. The layer stacks of Swin and Swin2SR don't compute the patches."""
+    given = []
+    for encoding in ("sinusoidal_2d", "none"):
+        new = hf_posenc.patch(stock(prefix, **WINDOWS[prefix]), encoding)
+        layer = next(module for module in new.modules() if hasattr(module, "shift_size"))
+        layer.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        run_on_image(prefix, new, 32, 48)
+    assert_close(given[0] - given[1], vectors(cells_of(*grid).flatten(0, 1).tolist(), given[0].shape[-1])[None], atol=1e-5)
+
+
+@torch.no_grad()
+def test_vectors_after_attention_in_windows():
+    """Each patch gets the vector of its row and column in the window. 2 x 8 patches are as many as a window has."""
+    sizes, pixels, outputs = {**SWIN, "depths": [1], "num_heads": [2]}, images(batch=1, height=8, width=32), []
+    for encoding, inject in (("none", {}), ("sinusoidal_2d", {"inject": "after_attention"})):
+        new = hf_posenc.patch(stock("MaskFormerSwin", **sizes), encoding, **inject)
+        new.encoder.layers[0].blocks[0].attention.register_forward_hook(lambda *given: outputs.append(given[-1][0]))
+        new(pixels)
+    assert_close(outputs[1] - outputs[0], vectors(CELLS, outputs[0].shape[-1]).expand(2, -1, -1), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoding", ["rope_2d", "mixed", "sinusoidal_2d"])
+def test_a_new_process_loads_models_with_windows(encoding, tmp_path):
+    model, pixels = transformers.SwinForImageClassification(stock("Swin", **WINDOWS["Swin"]).config).eval(), images()
+    new = with_encoding(randomize(model), encoding)
+    new.save_pretrained(tmp_path)
+    torch.save((pixels, new(pixels).logits, model(pixels).logits), tmp_path / "kept.pt")
+    code = (
+        "import sys, torch, transformers, hf_posenc\n"
+        "pixels, ours, theirs = torch.load(sys.argv[1] + '/kept.pt')\n"
+        "model = transformers.AutoModelForImageClassification.from_pretrained(sys.argv[1])\n"
+        "with torch.no_grad():\n"
+        "    print(model(pixels).logits.equal(ours), hf_posenc.unpatch(model)(pixels).logits.equal(theirs))\n"
+    )
+    assert run_python(code, tmp_path) == "True True\n"
+
+
 # Models without a grid.
 
 
@@ -334,16 +431,15 @@ def test_models_without_a_grid(encoding):
             hf_posenc.PositionEmbedding(encoding, 32)
 
 
-def test_windows():
-    """Inside a window, the location of a patch is unknown. Additive vectors are added before."""
-    sizes = dict(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
-    for model in (stock("Swin", **sizes, use_absolute_embeddings=True), stock("sam3")):
-        assert states(patched(model, "sinusoidal_2d"), images()).isfinite().all()
-        with pytest.raises(ValueError, match="grid is unknown here.* Windows"):
-            patched(model, "rope_2d")(images())
+def test_windows_without_a_grid():
     window = replace(context_of(made("rope_2d"), images=(4,)), positions=torch.arange(4)[None])
     with pytest.raises(ValueError, match="each of 4 tokens"):
         window.coordinates(2)
+    unknown = oracles.context_of(made("rope_2d"), [[]], patches=PatchLayout(grid=(2, 8), windows=True))
+    assert unknown.with_length(16, torch.device("cpu"), square=True).coordinates(2)[0].tolist() == [[*cell] for cell in CELLS]
+    for length, square in ((12, True), (4, False)):
+        with pytest.raises(ValueError, match=f"each of {length} tokens.* windows"):
+            unknown.with_length(length, torch.device("cpu"), square).coordinates(2)
 
 
 def test_frames():

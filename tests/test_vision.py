@@ -189,19 +189,30 @@ def bucket(distance):
 
 def score(encoding, attention, head, query, key, i, j):
     """The score of the query at position i of a window and the key at position j: their product, with the encoding's effect."""
-    if encoding == "rope":
-        query, key = (turned(vector, position) for vector, position in ((query, i), (key, j)))
+    if encoding.startswith("rope"):
+        angles_at = angles_of_cell if encoding == "rope_2d" else angles_of
+        query, key = (turned(vector, angles_at(position, len(vector) // 2)) for vector, position in ((query, i), (key, j)))
     product = float(query @ key) / math.sqrt(len(query))
     if encoding == "alibi":
         return product - 2.0 ** (-8 * (head + 1) / attention.num_attention_heads) * abs(j - i)
     return product + float(attention.posenc.weight[bucket(j - i), head]) if encoding == "t5" else product
 
 
-def turned(vector, position):
-    """RoPE of a vector `[E]`."""
-    half = len(vector) // 2
-    angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = vector[:half], vector[half:]
+def angles_of(position, half):
+    """RoPE's angles `[E/2]` at a position."""
+    return position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+
+
+def angles_of_cell(position, half):
+    """Axial angles `[E/2]` of a patch in a window that is 4 patches wide: half by its row, half by its column."""
+    row, column = position // SWIN["window_size"], position % SWIN["window_size"]
+    steps = [100.0 ** (-2 * pair / half) for pair in range(half // 2)]
+    return torch.tensor([*(row * step for step in steps), *(column * step for step in steps)], dtype=torch.float64)
+
+
+def turned(vector, angles):
+    """A vector `[E]` whose pairs of features are rotated by angles `[E/2]`."""
+    first, second = vector.chunk(2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin])
 
@@ -237,7 +248,16 @@ def by_loops(encoding, attention, tokens, size, shift):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("encoding", "height", "width"),
-    [("none", 20, 28), ("alibi", 20, 28), ("t5", 20, 28), ("rope", 20, 28), ("alibi", 16, 32), slow("t5", 16, 32)],
+    [
+        ("none", 20, 28),
+        ("alibi", 20, 28),
+        ("t5", 20, 28),
+        ("rope", 20, 28),
+        ("rope_2d", 20, 28),
+        ("alibi", 16, 32),
+        ("rope_2d", 16, 32),
+        slow("t5", 16, 32),
+    ],
 )
 def test_swin_by_loops(encoding, height, width):
     """This holds for complete and zero-filled windows, shifted or not. An image with the height of a window isn't shifted."""

@@ -24,7 +24,7 @@ from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, i
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.registered import declared_in
 from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, why_mixed
-from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
+from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_square_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
     BIDIRECTIONAL_MASK,
@@ -230,12 +230,14 @@ def _modules_outside(stack: Any, paths: Iterable[str]) -> dict[str, nn.Module]:
 def _axes(stack: Any, components: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
     """The number of coordinates of a token.
 
-    A patch has as many as the convolution that computes it. If patches are ordered by window instead of row by row, only their
-    index is known, so the result is 1.
+    A patch has as many as the convolution that computes it, and one of a square window has 2. If patches are ordered by window
+    instead of row by row, only their index is known, so the result is 1.
     """
     path = patch_projection(modules)
-    if tokens_of(stack) is not None or cuts_into_windows(modules) or path is None:
+    if tokens_of(stack) is not None or cuts_into_windows(modules):
         return 1
+    if path is None:
+        return 2 if any(map(has_square_windows, modules.values())) else 1
     by_cell = any(each.verb == "rotate" and "position_ids" in argument_names(each.module) for each in components)
     return 2 if by_cell or isinstance(modules[path], nn.Conv2d) else 3
 

@@ -68,12 +68,15 @@ def record_queries(queries: int, module: torch.nn.Module, args: tuple, output: T
 def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a rotary module that is called with rows and columns, `[L, 2]`. Records the grid cells and the packed images.
 
-    Each image begins at row and column 0. The cells of windows, or of a single image, aren't needed.
+    Each image begins at row and column 0. The cells of windows, or of a single image, aren't needed. SAM 3 calls the module
+    with those of a window or of the image in each layer.
     """
     ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
     if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
         return
     layout = context.patches or PatchLayout()
+    if layout.windows and layout.grid:
+        return
     images = layout.images
     if not images:
         first = (ids == 0).all(-1).nonzero()[:, 0].tolist()

@@ -178,6 +178,16 @@ class Structure:
         first, _ = self._layer(next(iter(self.attentions)))
         return f"{first.rpartition('.')[0]}.0" if self.order_sensitive else first
 
+    @functools.cached_property
+    def square_windows(self) -> frozenset[str]:
+        """The paths of the attentions that see square windows of the image."""
+        if self.tokens is not None:
+            return frozenset()
+        from hf_posenc.architectures.components.vision import has_square_windows
+
+        layers = tuple(f"{path}." for path, module in self.modules.items() if has_square_windows(module))
+        return frozenset(path for path in self.attentions if path.startswith(layers))
+
     @property
     def blocks(self) -> dict[str, str]:
         """The path of each attention's block, the child of the layer that contains the attention."""

@@ -58,11 +58,13 @@ class AttentionState:
     parts: the names of the parts of the stack's encoding that apply to it.
     is_cross: whether its keys are hidden states of another stack.
     eager: the eager function of a custom attention.
+    square_windows: whether its tokens are those of a square window of an image, row by row.
     """
 
     parts: tuple[str, ...]
     is_cross: bool = False
     eager: Function | None = None
+    square_windows: bool = False
 
 
 @dataclass
@@ -274,7 +276,7 @@ def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[Pos
 
 def attend(
     implementation: str,
-    module: nn.Module,
+    module: Any,
     query: Any,
     key: Any,
     value: Tensor,
@@ -287,7 +289,7 @@ def attend(
     """Run the model's own attention function with rotated queries and keys, and with the encoding's bias in its mask."""
     of_stack = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    context = of_stack.with_length(query.shape[2], query.device)
+    context = of_stack.with_length(query.shape[2], query.device, module.posenc_state.square_windows)
     if module.posenc_state.is_cross:
         context = context.for_cross_attention(key.shape[2])
     elif context is not of_stack and key.shape[2] != query.shape[2]:

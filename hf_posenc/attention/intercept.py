@@ -278,7 +278,8 @@ class InterceptQK(TorchFunctionMode):
         """
         self.qk_intercepted = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
-        context = self.context.with_length(query.shape[2], query.device).for_attention(scaling * before, layer)
+        context = self.context.with_length(query.shape[2], query.device, self.module.posenc_state.square_windows)
+        context = context.for_attention(scaling * before, layer)
         if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but only the "

@@ -32,6 +32,7 @@ class PatchLayout:
     num_images: number of images or video frames that were split into patches in this forward pass.
     frame_mask: `[B, L]`, which audio frames aren't padding, if the model computes that mask itself.
     windows: whether an attention may see only part of the tokens, such as a window, which then has separate positions.
+    square: whether the tokens are those of a square window, row by row.
     queries: number of tokens without a position that some layers have before all other tokens.
     """
 
@@ -43,6 +44,7 @@ class PatchLayout:
     num_images: int = 1
     frame_mask: Tensor | None = None
     windows: bool = False
+    square: bool = False
     queries: int = 0
 
     def cells_of_one(self, length: int) -> Tensor | None:
@@ -126,8 +128,10 @@ class PositionContext:
 
         return self.cached(("across", keys), make)
 
-    def with_length(self, length: int, device: torch.device) -> "PositionContext":
+    def with_length(self, length: int, device: torch.device, square: bool = False) -> "PositionContext":
         """This context, or the context of an input of `length` tokens if the number of new tokens was unknown.
+
+        square: whether these are the tokens of a square window.
 
         Raises ValueError if `length` isn't the number of patches and extra tokens, unless the tokens are those of a window.
         """
@@ -143,8 +147,8 @@ class PositionContext:
             before, after = layout.extra_tokens
             later = replace(layout, extra_tokens=(before + layout.queries, after), queries=0)
             return self.cached("with queries", lambda: replace(self, patches=later, computed={})).with_length(length, device)
-        whole = patches is None or length == patches + extra
-        if patches and layout.kept_patches is None and not layout.images and length > patches + extra:
+        whole = not square and (patches is None or length == patches + extra)
+        if not square and patches and layout.kept_patches is None and not layout.images and length > patches + extra:
             frames, rest = divmod(length - extra, patches)  # all frames of a video, each with this grid
             whole = rest == 0 and layout.num_images % frames == 0
         if not whole and not layout.windows and length not in layout.images:
@@ -158,7 +162,7 @@ class PositionContext:
             placed = replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
             if not whole:
                 window = PatchLayout(cells=layout.cells_of_one(length), num_images=layout.num_images, windows=layout.windows)
-                return replace(placed, patches=window)
+                return replace(placed, patches=replace(window, square=square))
             if layout.kept_patches is not None:
                 return replace(placed, positions=layout.kept_patches, keys=layout.kept_patches)
             if len(layout.images) > 1:
@@ -171,7 +175,7 @@ class PositionContext:
             positions, start = positions_of(length - extra, self.past, mask, device)
             return replace(placed, positions=positions, start=start)
 
-        context = self.cached(("placed", length, device), make)
+        context = self.cached(("placed", length, device, square), make)
         limit = self.encoding.geometry.max_length
         longest = max(layout.images) if whole and layout.images else context.positions.shape[1]
         longest += self.past if isinstance(self.past, int) else 0
@@ -190,14 +194,15 @@ class PositionContext:
         if axes == 1:
             return self.positions
         length, layout = self.positions.shape[1], self.patches or PatchLayout()
-        patches, cells = math.prod(layout.grid), layout.cells
-        if cells is None and len(layout.grid) == axes and length <= patches and layout.images in ((), (patches,)):
-            return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, layout.grid), dim=-1))
+        grid = (math.isqrt(length),) * 2 if layout.square else layout.grid
+        patches, cells = math.prod(grid), layout.cells
+        if cells is None and len(grid) == axes and length <= patches and layout.images in ((), (patches,)):
+            return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, grid), dim=-1))
         if cells is None or cells.shape[1:] != (length, axes):
             raise ValueError(
                 f"This encoding needs {axes} coordinates for each of {length} tokens, but their patch grid is unknown here. "
-                "Windows, frames, and several images in one row have no known grid. Use an encoding with one coordinate, such "
-                "as 'sinusoidal' or 'rope'."
+                "Frames, several images in one row, and some windows have no known grid. Use an encoding with one coordinate, "
+                "such as 'sinusoidal' or 'rope'."
             )
         return cells
 

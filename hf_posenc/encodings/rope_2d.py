@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
+from hf_posenc.encodings.rotation import joined, rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -66,14 +67,9 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
                 return None
             heads, dtype, cells = states.shape[1], states.dtype, context.coordinates(2)
             if self.is_trained():
-                cos, sin = self._cos_sin(cells, heads, dtype)
-            else:
-                cos, sin = context.cached((self, heads, dtype), lambda: self._cos_sin(cells, heads, dtype))
-            if self.layout == "half":
-                first, second = states.chunk(2, dim=-1)
-                return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-            first, second = states[..., 0::2], states[..., 1::2]
-            return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+                return joined(states, *self._cos_sin(cells, heads, dtype), self.layout)
+            cos, sin = context.cached((self, heads, dtype), lambda: self._cos_sin(cells, heads, dtype))
+            return rotated(states, cos, sin, self.layout)
 
         return turned(query), turned(key)
 

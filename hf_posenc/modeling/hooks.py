@@ -26,29 +26,34 @@ def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> No
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
-    """Register a hook that adds the vectors of these parts to the output of an attention block."""
-    module.register_forward_hook(partial(add_to_output, parts, token_axis), with_kwargs=True)
+def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1, square: bool = False) -> None:
+    """Register a hook that adds the vectors of these parts to the output of an attention block.
+
+    square: whether it contains the tokens of square windows.
+    """
+    module.register_forward_hook(partial(add_to_output, parts, token_axis, square), with_kwargs=True)
 
 
 def add_to_input(
     parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Pre-hook of a layer, whose first argument is the hidden states."""
+    """Pre-hook of a layer, whose first argument is the hidden states. Those of Swin also receive their rows and columns."""
     call = BoundCall(names, args, kwargs)
     hidden = call[names[0]]
+    if (grid := call["input_dimensions"]) is not None:
+        dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).record(grid=tuple(grid))
     return call.changed(**{names[0]: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
 
 
 def add_to_output(
-    parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    parts: tuple[str, ...], token_axis: int, square: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Hook of an attention block or of embeddings, whose only or first output is the hidden states."""
     if isinstance(output, ModelOutput):
         name, hidden = next(iter(output.items()))
-        return type(output)(**{**output, name: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
+        return type(output)(**{**output, name: hidden + _vectors(parts, token_axis, module, kwargs, hidden, square)})
     hidden, *others = output if isinstance(output, tuple) else (output,)
-    hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden)
+    hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden, square)
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
@@ -64,7 +69,9 @@ def record_tokens_behind(module: nn.Module, args: tuple, output: Any) -> None:
         context.record(extra_tokens=(0, hidden.shape[1] - context.positions.shape[1]))
 
 
-def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+def _vectors(
+    parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor, square: bool = False
+) -> Tensor:
     """The vectors to add, `[1 or B, L, D]`, or with L on another axis. Extra tokens get zeros.
 
     They are computed once per forward pass, unless they are trained. If the hidden states have a row and a column axis, or no
@@ -76,14 +83,14 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
         and hidden.ndim == 4
         and _has_channels_first(hidden, dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).patches)
     ):
-        return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return _vectors(parts, token_axis, module, kwargs, hidden.permute(0, 2, 3, 1), square).permute(0, 3, 1, 2)
     if token_axis == 2:
         length = math.prod(hidden.shape[2:])
     elif token_axis != 1:
         length = hidden.shape[token_axis]
     else:
         length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
-    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).with_length(length, hidden.device)
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).with_length(length, hidden.device, square)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:

@@ -72,7 +72,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             from hf_posenc.modeling import user_models
 
             eager = user_models.own_eager_function(module)
-        _enter(module, posenc, AttentionState(parts[path], eager=eager))
+        _enter(module, posenc, AttentionState(parts[path], eager=eager, square_windows=path in structure.square_windows))
         if row is not None:
             custom.install(module)
         else:
@@ -224,7 +224,8 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
         if spec.inject == "every_layer":
             hooks.before(stack.get_submodule(path), here, token_axis)
         else:
-            hooks.after(stack.get_submodule(path), here, structure.block_token_axis)
+            square = any(blocks[each] == path for each in structure.square_windows)
+            hooks.after(stack.get_submodule(path), here, structure.block_token_axis, square)
     return tuple(places)
 
 

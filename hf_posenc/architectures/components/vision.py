@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.signatures import names_used
+
 EXTRA_TOKENS = re.compile(
     r"(cls|class|reg|register|dist|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)"
 )
@@ -73,6 +76,15 @@ def has_windows(modules: Mapping[str, nn.Module]) -> bool:
     if any(isinstance(size, (tuple, list)) or (isinstance(size, int) and size > 0) for size in sizes):
         return True
     return cuts_into_windows(modules) or any(path.endswith("temporal_attention") for path in modules)
+
+
+def has_square_windows(module: nn.Module) -> bool:
+    """Whether a layer's attention sees square windows of the image, whose patches are ordered row by row (Swin, SAM, ViTDet).
+
+    Transformers' `window_partition` cuts windows of `window_size` rows and columns. A size of 0 stands for the whole image.
+    """
+    cuts = is_transformers(type(module)) and "window_partition" in names_used(type(module).forward)
+    return cuts and bool(getattr(module, "window_size", 0))
 
 
 def cuts_into_windows(modules: Mapping[str, nn.Module]) -> bool:
