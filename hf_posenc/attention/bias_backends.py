@@ -114,7 +114,7 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
     _check_mask(call.mask)
     scaling = call.context.scaling
     plain = all(call.options.get(name) is None or call.options[name] is False for name in NOT_IN_BLOCKS)
-    # The bias of a single query is small.
+    # The bias on a single query is small.
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain and call.query.shape[2] > 1:
         output = _without_all_pairs(function, call, scaling)
         if output is not None:
@@ -167,7 +167,7 @@ def _outside_autocast(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _in_compiled_code(function: Function, call: AttentionCall) -> Tensor | None:
-    """The output `[B, Q, H, E]` of the model's function, called with a view of one row as the mask, in one graph for all lengths.
+    """The output `[B, Q, H, E]` of the model's function, called with a view of one row as the mask.
 
     None for a bias by content or with gradients, and for a mask, because reading its values would break the graph.
     """
