@@ -26,7 +26,8 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
     """
     if torch.compiler.is_compiling():  # The compiler fuses the products. Attention keeps the axes' order of projections.
-        return joined(*(each.transpose(-2, -3) for each in (states, cos, sin)), layout).transpose(-2, -3)
+        states, cos, sin = (each.transpose(-2, -3) for each in (states, cos, sin))
+        return joined(states, cos, sin, layout).transpose(-2, -3)
     rotate = Rotation.apply if records_operations(states) else Rotation.forward
     return rotate(states, cos, sin, layout)
 
