@@ -17,8 +17,21 @@ LEGEND = (
     "above 1 faster; [its 95 % interval]. A target is a bound on throughput, unless it says time or memory."
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "swin": "Swin", "vit": "ViT"}
-FORWARD, TRAINING = "forward-512-fp32", "train-512-fp32"
-"""The groups in the page's table of encodings."""
+COLUMNS = {
+    "512": ("forward-512-fp32", "forward-gpt2-512-fp32"),
+    "2,048": ("forward-2048-fp32", "forward-gpt2-2048-fp32"),
+    "512, bf16": ("forward-512-bf16", "forward-gpt2-512-bf16"),
+    "2,048, bf16": ("forward-2048-bf16", "forward-gpt2-2048-bf16"),
+    "training, 512": ("train-512-fp32",),
+    "decoding": ("decode-gpt2-4096-fp32",),
+    "ViT": ("forward-vit-576-fp32",),
+}
+"""Heading in the page's table of encodings -> groups, of which the first that measured an encoding is shown."""
+SHOWN = (
+    "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after 4,096 "
+    "tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak memory of a "
+    "forward pass of 512 tokens."
+)
 HEADINGS = {
     "forward": "Whole model, forward",
     "train": "Whole model, forward and backward",
@@ -170,13 +183,13 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def tables(results: dict[str, Any], device: str) -> str:
-    """The summary in docs/results/speed.md: missed targets (for a CPU), and every encoding at 512 tokens."""
+    """The summary in docs/results/speed.md: missed targets (for a CPU), and the speed of every encoding."""
     groups = results["groups"]
     lines = [f"{machine(results['machine'])}; {results['date']}."]
     if device == "cpu":
         lines += ["", "### Missed targets", "", *_target_rows(list(verdicts(groups)))]
-    if FORWARD in groups:
-        lines += ["", "### Every encoding at 512 tokens", "", *_markdown(_at_512(groups))]
+    if any(name in groups for names in COLUMNS.values() for name in names):
+        lines += ["", "### Every encoding", "", SHOWN, "", *_markdown(_by_encoding(groups))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -195,17 +208,25 @@ def _target_rows(found: list[Verdict]) -> list[str]:
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 
 
-def _at_512(groups: Groups) -> Iterator[list[str]]:
+def _by_encoding(groups: Groups) -> Iterator[list[str]]:
     """A row for each encoding with its throughput relative to the original model, and the peak memory of a forward pass."""
-    yield ["encoding", "forward, x original", "training, x original", "peak MB"]
-    for name, record in groups[FORWARD]["subjects"].items():
-        if "failed" in record:
-            yield [f"`{name}`", f"failed: {record['failed']}", "–", "–"]
-            continue
-        trained = groups.get(TRAINING, {"subjects": {}})["subjects"].get(name, {})
-        ratios = [record["ratios"], trained.get("ratios", {})]
-        cells = ["1" if name == STOCK else f"{ratio[STOCK][0]:.2f}" if STOCK in ratio else "–" for ratio in ratios]
-        yield ["original model" if name == STOCK else f"`{name}`", *cells, _number(record.get("peak_mb")) or "–"]
+    shown = {
+        heading: [groups[name]["subjects"] for name in names if name in groups]
+        for heading, names in COLUMNS.items()
+    }
+    shown = {heading: found for heading, found in shown.items() if found}
+    yield ["encoding", *shown, "MB"]
+    subjects = (subjects for found in shown.values() for subjects in found)
+    for encoding in dict.fromkeys(name for each in subjects for name in each if name != STOCK):
+        records = [next((each[encoding] for each in found if encoding in each), {}) for found in shown.values()]
+        yield [f"`{encoding}`", *map(_to_stock, records), _number(records[0].get("peak_mb")) or "–"]
+
+
+def _to_stock(record: Record) -> str:
+    """The throughput relative to the original model, why the measurement failed, or a dash if there is none."""
+    if "failed" in record:
+        return f"failed: {record['failed']}"
+    return f"{record['ratios'][STOCK][0]:.2f}" if STOCK in record.get("ratios", {}) else "–"
 
 
 def _markdown(rows: Iterable[list[str]]) -> Iterator[str]:

@@ -29,26 +29,26 @@ LIMITS = {
     "docs/guides/v4.md": 450,
     "docs/guides/analyze.md": 750,
     "docs/guides/compare.md": 800,
-    "docs/reference/encodings.md": 1300,
-    "docs/reference/models.md": 1050,
+    "docs/reference/encodings.md": 450,
+    "docs/reference/models.md": 200,
     "docs/reference/model_notes.md": 1100,
     "docs/reference/extend_methods.md": 740,
-    "docs/reference/cli.md": 430,
+    "docs/reference/cli.md": 60,
     "docs/reference/position_context.md": 460,
     "docs/reference/api.md": 130,
     "docs/reference/hub.md": 750,
-    "docs/reference/versions.md": 550,
+    "docs/reference/versions.md": 290,
     "docs/background/how_it_works.md": 700,
     "docs/background/precision.md": 460,
     "docs/results/index.md": 400,
     "docs/results/long_inputs.md": 1100,
-    "docs/results/extrapolation.md": 830,
+    "docs/results/extrapolation.md": 370,
     "docs/results/drope.md": 300,
-    "docs/results/speed.md": 600,
+    "docs/results/speed.md": 150,
     "docs/contributing/architectures.md": 450,
 }
-"""Maximum number of words (`wc -w`) of each page."""
-TOTAL = 21_400
+"""Maximum number of words (`wc -w`) of each page, without tables that commands write."""
+TOTAL = 18_650
 BANNED = (
     *(
         "hosts?",
@@ -108,7 +108,7 @@ def read(page):
 
 
 def words(page):
-    return len(read(page).split())
+    return len(GENERATED.sub("", read(page)).split())
 
 
 def test_every_page_has_a_limit():
