@@ -21,7 +21,7 @@ from hf_posenc.encodings.frequency_rules import (
     with_explicit_defaults,
 )
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import rotated, waves
+from hf_posenc.encodings.rotation import cos_sin, rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 from hf_posenc.encodings.table_interpolation import Extension
 
@@ -149,7 +149,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
     def _cos_sin(self, context: PositionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1 or B, 1, L, R/2]` each."""
         angles = context.positions.double()[:, None, :, None] * self._frequencies(context)
-        return waves(angles, dtype, self._magnitude)
+        return cos_sin(angles, dtype, self._magnitude)
 
     def _frequencies(self, context: PositionContext) -> Tensor:
         """Radians per position, float64: `[R/2]`, or `[1 or B, 1, 1, R/2]` if they differ between texts."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import joined, rotated, waves
+from hf_posenc.encodings.rotation import cos_sin, joined, rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -80,7 +80,7 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
             steps = self.weight.double().repeat_interleave(heads // self.weight.shape[1], dim=1)
         row, column = cells.double()[:, None, :, :, None].unbind(3)
         angles = row * steps[0, :, None] + column * steps[1, :, None]
-        return waves(angles, dtype)
+        return cos_sin(angles, dtype)
 
     def _axial(self, device: torch.device) -> Tensor:
         """Radians per row and per column, `[2, 1, E/2]`, float64."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc._compat import records_operations
 
 
-def waves(angles: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def cos_sin(angles: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines of angles, times a factor."""
     cos, sin = ((wave * factor).to(dtype) for wave in (angles.cos(), angles.sin()))
     if torch.compiler.is_compiling():  # Otherwise, the compiler would compute them again for each head and layer.

@@ -13,7 +13,7 @@ from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.frequency_rules import BY_LENGTH
 from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rope import RoPE
-from hf_posenc.encodings.rotation import rotated, waves
+from hf_posenc.encodings.rotation import cos_sin, rotated
 from hf_posenc.encodings.table_interpolation import GROUPED, Extension
 
 
@@ -111,7 +111,7 @@ class SelfExtend(RoPE, type="self_extend"):
     def _rotated(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
         """States `[B, H, L, E]` rotated by further positions, `[1 or B, L]`."""
         angles = by.double()[:, None, :, None] * self._frequencies(context)
-        return rotated(states, *waves(angles, states.dtype), self.layout)
+        return rotated(states, *cos_sin(angles, states.dtype), self.layout)
 
 
 def least_group(length: Tensor, trained: int, window: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import rotated, waves
+from hf_posenc.encodings.rotation import cos_sin, rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
 HEADROOM = 256.0
@@ -96,7 +96,7 @@ class XPos(PositionEncoding, type="xpos"):
         angles = places * frequencies(size, self.theta, positions.device)
         zeta = (torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size + self.gamma) / (1 + self.gamma)
         scale = zeta ** (sign * places / self.scale_base)
-        return waves(angles, dtype, scale)
+        return cos_sin(angles, dtype, scale)
 
     def _last(self, dtype: torch.dtype) -> int:
         """The last position whose factors fit a dtype."""
