@@ -120,7 +120,7 @@ def extend(
         submodel: in a composite model (CLIP), the dotted path of the submodel to extend, as in `patch`. A patched model needs
             it only if several submodels are patched.
         where: in an original encoder-decoder, "encoder" or "decoder". None: both, in Whisper only the decoder. Its encoder's
-            length is max_source_positions, half of the frames.
+            length is max_source_positions, half of the frames. Marian and Pegasus have one length, so both are extended anyway.
         **settings: settings of the method: `keep` of "keep_first"; `window` and `group` of "grouped"; `window`, `stride`,
             `prefix`, and `suffix` of "windows"; parameters of a RoPE rule by their names in Transformers.
 
