@@ -28,9 +28,9 @@ COLUMNS = {
 }
 """Heading in the page's table of encodings -> groups, of which the first that measured an encoding is shown."""
 SHOWN = (
-    "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after 4,096 "
-    "tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak memory of a "
-    "forward pass of 512 tokens."
+    "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after "
+    "4,096 tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak "
+    "memory of a forward pass of 512 tokens."
 )
 HEADINGS = {
     "forward": "Whole model, forward",
