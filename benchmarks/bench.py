@@ -134,10 +134,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
     try:
-        found = grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
+        return grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
     except ValueError as error:
         sys.exit(f"--groups: {error}")
-    return [grid.in_small(group) for group in found] if arguments.rehearse else found
 
 
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -155,7 +154,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     for group in ProgressBar(chosen, desc="groups", unit="group", position=0):
         record = kept.get(group) if kept is not None and arguments.resume else None
         if record is None:
-            record = measured(group, settings)
+            record = measured(grid.in_small(group) if arguments.rehearse else group, settings)
             if kept is not None:
                 kept.add(group, record)
         elif kept is not None:

@@ -542,6 +542,24 @@ def test_without_a_gpu(tmp_path):
     assert "no GPU here" in done.stdout and "-m gpu" in done.stdout
 
 
+def test_a_rehearsal_counts_every_group(monkeypatch, capsys, tmp_path):
+    """Each group of a GPU runs in small, and each failure is printed."""
+    sizes = {}
+
+    def measure(group, settings):
+        sizes[group.name] = group.length
+        fails = {"failed": "RuntimeError: no"} if group.host == "gpt2" else {"milliseconds": 1.0}
+        return {**group.about(), "subjects": {"stock": {"milliseconds": 1.0}, "alibi": fails}}
+
+    monkeypatch.setattr(bench, "measured", measure)
+    bench.main(["--device", "cuda", "--rehearse", "--parts_dir", str(tmp_path)])
+    groups = grid.groups("cuda")
+    failures = [f"{group.name}, alibi: RuntimeError: no" for group in groups if group.host == "gpt2"]
+    ran = f"{2 * len(groups) - len(failures)} measurements in {len(groups)} groups ran to their end, {len(failures)} failed"
+    assert capsys.readouterr().out.splitlines() == [ran, *failures]
+    assert failures and max(sizes.values()) == max(group.length for group in groups) // 16 and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     settings = Settings(device=GPU, rounds=2)
