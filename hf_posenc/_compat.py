@@ -66,12 +66,17 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_in_forward_mode() -> bool:
+    """Whether torch computes forward-mode derivatives (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def records_operations(*tensors: Any) -> bool:
     """Whether torch records what is computed from these tensors, for gradients, forward-mode derivatives, or a trace.
 
     Otherwise, an autograd.Function can be skipped, whose `apply` takes about 0.1 ms.
     """
-    if is_transformed() or torch.jit.is_tracing() or torch.autograd.forward_ad._current_level >= 0:
+    if is_transformed() or torch.jit.is_tracing() or is_in_forward_mode():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 

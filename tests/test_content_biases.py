@@ -323,6 +323,13 @@ def test_transformer_xl_at_huge_positions():
         assert_close(each, found[0], rtol=0, atol=1e-6)
 
 
+def test_transformer_xl_returns_copies_of_its_parameters():
+    """FSDP frees the memory of the parameters after a call."""
+    encoding = double("transformer_xl")
+    owned = {each.untyped_storage().data_ptr() for each in encoding.parameters()}
+    assert owned.isdisjoint(each.untyped_storage().data_ptr() for each in encoding("query_offsets"))
+
+
 def test_transformer_xl_makes_no_vectors_of_pairs():
     """The largest tensor has about two numbers for each query, key, and head."""
     encoding, length, sizes = double("transformer_xl"), 64, []

@@ -203,6 +203,28 @@ class Random(hf_posenc.PositionEncoding, type="test-random"):
         return distance[None] * 0.0
 
 
+def test_layers_and_models_share_no_constant(own_registry):
+    """Each layer of each model has its own copy of a tensor that an `__init__` reads from elsewhere."""
+    constant = torch.linspace(0.0, 1.0, 8)
+
+    class Constant(hf_posenc.PositionEncoding, type="constant-in-test"):
+        per_layer = True
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.weight = torch.nn.Parameter(constant[:4])
+            self.register_buffer("power", constant[4:].expand(2, 4))
+
+        def distance_bias(self, distance):
+            return self.weight[:, None] * distance.abs() ** self.power[0, :, None]
+
+    patched = hf_posenc.patch(stock("bert"), "constant-in-test")
+    for models in ([patched, hf_posenc.patch(stock("bert"), "constant-in-test")], [type(patched)(patched.config)]):
+        tensors = [each for model in models for name, each in model.state_dict().items() if "self.posenc." in name]
+        assert len({each.untyped_storage().data_ptr() for each in [constant, *tensors]}) == 1 + 4 * len(models)
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in tensors)
+
+
 def test_what_would_come_back_differently_is_refused():
     for place in ("buffer", "plain", "number", "module", "numbers", "array"):
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):

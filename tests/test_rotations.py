@@ -311,6 +311,29 @@ def test_gradients(kind, options):
         assert_close(torch.func.jvp(turn, (states[0],), (states[1],))[1], looped[1])  # it is linear
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp calls it
+@pytest.mark.parametrize(
+    ("host", "encoding"),
+    [("bert", {"type": "fope", "coefficients": "learned"}), ("vit", {"type": "rope_2d", "frequencies": "mixed"})],
+)
+def test_forward_derivatives_of_trained_rotations(host, encoding):
+    """They equal the product with the gradient. Parameters may be frozen, because torch.func gets them as arguments."""
+    model = randomize_encoding(hf_posenc.patch(stock(host), encoding)).double()
+    model.set_attn_implementation("eager")
+    given = random(1, 3, 32, 32) if host == "vit" else tokens(1)
+    parameters = {name: each.detach() for name, each in model.named_parameters() if "posenc" in name}
+    weights, change = random(*first(model(given)).shape), {name: random(*each.shape) for name, each in parameters.items()}
+
+    def weighted(parameters):
+        return (first(torch.func.functional_call(model, parameters, (given,))) * weights).sum()
+
+    expected = sum((each * change[name]).sum() for name, each in torch.func.grad(weighted)(parameters).items())
+    assert expected.abs() > 1e-4
+    for frozen in (False, True):
+        model.requires_grad_(not frozen)
+        assert_close(torch.func.jvp(weighted, (parameters,), (change,))[1], expected)
+
+
 # Rules that depend on the length of each text.
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from hf_posenc._compat import accelerate_hook
+from hf_posenc._compat import accelerate_hook, is_in_forward_mode
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, did_you_mean, names_files, quoted, short_repr
 
@@ -335,7 +335,9 @@ class PositionEncoding(nn.Module):
         return None
 
     def is_trained(self) -> bool:
-        """Whether gradients of the current computation reach the parameters."""
+        """Whether gradients, or forward-mode derivatives, of the current computation may reach the parameters."""
+        if is_in_forward_mode():
+            return any(True for _ in self.parameters())
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     @classmethod

@@ -193,6 +193,9 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
                     raise ValueError(
                         f"{type(module).__name__}.{name} has uninitialized memory. Set it in __init__ or reset_parameters."
                     )
+                if not _is_of_library(module):  # Its __init__ may store a constant, which layers and models would share.
+                    for tensor in _tensors(module).values():
+                        tensor.data = tensor.data.clone()
     finally:
         if dtype != torch.float32:
             torch.set_default_dtype(dtype)

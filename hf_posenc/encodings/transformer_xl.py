@@ -54,7 +54,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
         return self._vectors(distance, self._waves(torch.arange(farthest + 1, device=distance.device))), None
 
     def query_offsets(self) -> tuple[Tensor, Tensor]:
-        return self.content, self.position
+        return self.content.clone(), self.position.clone()  # FSDP frees the parameters after the call.
 
     def _vectors(self, distance: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
         """W R, `[N]` -> `[H, N, E]`, from the waves of distances 0, 1, …, up to the farthest."""
