@@ -627,3 +627,32 @@ def test_tupe_beyond_its_table():
         bias_of(make("tupe", max_length=4), [[0]], [[0, 1, 2, 3, 4, 5]])
     with pytest.raises(ValueError, match=f"max_length={LENGTH + 1}|limited to its max_length"):
         hf_posenc.extend(model, max_length=LENGTH + 1)
+
+
+class Unit(torch.nn.Module):
+    """A wrapper of a module, with its attributes, as FSDP1 wraps each unit of its policy."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+@pytest.mark.parametrize("length", [8, 300])
+def test_wrapped_parts_of_a_composition_have_their_effect(length):
+    model, ids = patched("bert", "shaw+t5", max_length=length), tokens(2, length)
+    expected = first(model(input_ids=ids))
+    for whole in [each for each in model.modules() if isinstance(each, hf_posenc.PositionEncoding) and "+" in each.type]:
+        for name in ("shaw", "t5"):
+            if name in whole._modules:
+                whole.add_module(name, Unit(whole._modules[name]))
+    assert torch.equal(first(model(input_ids=ids)), expected)
+    assert sum(isinstance(each, Unit) for each in model.modules()) > 1

@@ -300,7 +300,7 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
                 if vectors == (None, None):
                     return None
                 table.for_queries, table.for_keys = vectors
-                table.head, table.tail = _clipped_ends(_rows(encoding, distance))
+                table.head, table.tail = _clipped_ends(encoding.rows_of_vectors(distance))
                 table.query_offsets = encoding("query_offsets")
         if table.values is not None or spans.is_causal:
             values = query.new_zeros(heads, len(distance)) if table.values is None else table.values
@@ -353,15 +353,6 @@ def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distanc
             f"distance_vectors of {encoding.type!r} returned {', '.join(map(str, given))} for {distances} distances. Return a "
             f"pair, (for queries, for keys), each None or of shape {shapes[0]} or, with vectors for each head, {shapes[1]}."
         )
-
-
-def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
-    """The parameter row of each distance. None if a subclass overrides `distance_vectors` but inherits `rows`."""
-    classes = type(encoding).__mro__
-    rows, vectors = (
-        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("rows", "distance_vectors")
-    )
-    return encoding.rows(distance) if rows <= vectors else None
 
 
 def _clipped_ends(rows: Tensor | None) -> tuple[int, int]:

@@ -268,7 +268,7 @@ class PositionEncoding(nn.Module):
         """Two vectors `[H, E]` that are added to queries before the products with keys, and with `distance_vectors`.
 
         `score_bias` then also has the products of the first one with keys, and of the second one with `distance_vectors`.
-        None if queries have no such vectors.
+        None if queries have no such vectors. Don't return parameters but copies, because FSDP frees parameters after the call.
         """
         return None
 
@@ -321,6 +321,11 @@ class PositionEncoding(nn.Module):
         """Parameter index for each signed distance, `[N] -> [N]` integers. None if no parameters belong to distances."""
         return None
 
+    def rows_of_vectors(self, distance: Tensor) -> Tensor | None:
+        """`rows`, or None if a subclass overrides `distance_vectors` but inherits `rows`."""
+        last = next(base for base in type(self).__mro__ if {"rows", "distance_vectors"} & {*vars(base)})
+        return self.rows(distance) if "rows" in vars(last) else None
+
     def add_to_bias_rows(self, amounts: Tensor) -> bool:
         """Add amounts `[H, rows]` to the biases of the distances of each of `rows`.
 
@@ -337,7 +342,7 @@ class PositionEncoding(nn.Module):
     def is_trained(self) -> bool:
         """Whether gradients, or forward-mode derivatives, of the current computation may reach the parameters."""
         if is_in_forward_mode():
-            return any(True for _ in self.parameters())
+            return next(self.parameters(), None) is not None
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     @classmethod

@@ -39,7 +39,7 @@ class Composition(PositionEncoding):
         return dict(cls.parts)
 
     def named_parts(self) -> dict[str, PositionEncoding]:
-        return {name: child for name, child in self.named_children() if isinstance(child, PositionEncoding)}
+        return {name: child for name, child in self.named_children() if name in self.parts}  # FSDP may have wrapped them
 
     def embed(self, positions: Tensor) -> Tensor | None:
         return _sum(part("embed", positions) for part in self.named_parts().values())
