@@ -215,8 +215,8 @@ def _by_encoding(groups: Groups) -> Iterator[list[str]]:
     yield ["encoding", *shown, "MB"]
     subjects = (subjects for found in shown.values() for subjects in found)
     for encoding in dict.fromkeys(name for each in subjects for name in each if name != STOCK):
-        records = [next((each[encoding] for each in found if encoding in each), {}) for found in shown.values()]
-        yield [f"`{encoding}`", *map(_to_stock, records), _number(records[0].get("peak_mb")) or "–"]
+        measured: list[Record] = [next((each[encoding] for each in found if encoding in each), {}) for found in shown.values()]
+        yield [f"`{encoding}`", *map(_to_stock, measured), _number(measured[0].get("peak_mb")) or "–"]
 
 
 def _to_stock(record: Record) -> str:

@@ -39,7 +39,8 @@ class Composition(PositionEncoding):
         return dict(cls.parts)
 
     def named_parts(self) -> dict[str, PositionEncoding]:
-        return {name: child for name, child in self.named_children() if name in self.parts}  # FSDP may have wrapped them
+        children: Any = self.named_children()
+        return {name: child for name, child in children if name in self.parts}  # FSDP may have wrapped them
 
     def embed(self, positions: Tensor) -> Tensor | None:
         return _sum(part("embed", positions) for part in self.named_parts().values())
