@@ -210,10 +210,7 @@ def _target_rows(found: list[Verdict]) -> list[str]:
 
 def _by_encoding(groups: Groups) -> Iterator[list[str]]:
     """A row for each encoding with its throughput relative to the original model, and the peak memory of a forward pass."""
-    shown = {
-        heading: [groups[name]["subjects"] for name in names if name in groups]
-        for heading, names in COLUMNS.items()
-    }
+    shown = {heading: [groups[name]["subjects"] for name in names if name in groups] for heading, names in COLUMNS.items()}
     shown = {heading: found for heading, found in shown.items() if found}
     yield ["encoding", *shown, "MB"]
     subjects = (subjects for found in shown.values() for subjects in found)
