@@ -100,7 +100,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
     add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="the groups so far")
     add("--v4_env", type=Path, default=ROOT / "build" / "v4", help="the environment with Transformers 4.57, made if missing")
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the groups so far")
+    add(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure only groups that aren't in --parts_dir yet; default: --resume",
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds is None:
         arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
@@ -112,6 +117,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--rehearse tries out the measurements of a GPU. Pass --device cuda, and no --output_dir or --against.")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
         parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
+    if arguments.against and arguments.rounds < QUICK_ROUNDS:
+        few = f"intervals of --rounds {arguments.rounds} are too narrow to compare"
+        parser.error(f"--against needs at least {QUICK_ROUNDS} rounds: {few}")
     if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
         parser.error("--clock process counts the seconds of all threads: it goes with --threads 1, on a CPU")
     if (

@@ -520,6 +520,7 @@ def _die(group, settings):
         (["--report_only"], "go with --output_dir"),
         (["--rounds", "0"], "integers from 1 on"),
         (["--threads", "0"], "integers from 1 on"),
+        (["--against", "HEAD", "--rounds", "1"], "--against needs at least 5 rounds"),
         (["--encodings", "alibi,alibo"], "--encodings: there is no encoding alibo; registered: none, alibi"),
         (["--clock", "process"], "goes with --threads 1"),
         (["--report_only", "--output_dir", "empty"], "no results in empty: there is no bench.json. Run `make bench`"),
@@ -543,7 +544,7 @@ def test_without_a_gpu(tmp_path):
 
 
 def test_a_rehearsal_counts_every_group(monkeypatch, capsys, tmp_path):
-    """Each group of a GPU runs in small, and each failure is printed."""
+    """Each group of a GPU runs at a small size, and each failure is printed."""
     sizes = {}
 
     def measure(group, settings):

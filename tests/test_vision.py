@@ -143,6 +143,17 @@ def test_another_image_size():
         hf_posenc.patch(model, "alibi", max_length=PATCHES)(pixels, interpolate_pos_encoding=True)
 
 
+@pytest.mark.parametrize("name", ["ViT", "Dinov2", "Swin"])
+def test_another_image_size_than_an_oblong(name):
+    """Transformers interpolates only square grids, so it would fail if disabled positions kept their shape."""
+    sizes = SWIN | {"use_absolute_embeddings": True} if name == "Swin" else SIZES
+    square, oblong = (tiny(f"{name}Model", **sizes | {"image_size": size}) for size in (32, [32, 48]))
+    oblong.load_state_dict({n: p for n, p in square.state_dict().items() if "position" not in n}, strict=False)
+    known = {} if name == "Dinov2" else {"interpolate_pos_encoding": True}
+    got, expected = (states(hf_posenc.patch(each, "rope_2d"), images(height=48), **known) for each in (oblong, square))
+    assert_equal(got, expected)
+
+
 def scores(query, key, frequencies):
     """`[B, H, L, L]` of rotated queries and keys, computed with complex numbers. The first token isn't rotated."""
     length, half = query.shape[2], query.shape[3] // 2

@@ -6,7 +6,7 @@ The checks run when the model is patched, or built without a plan.
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import nn
 
@@ -88,9 +88,11 @@ def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geome
         its = replace(structure.geometry_of(structure.attentions[path], geometry.max_length), hidden_size=geometry.hidden_size)
         (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
         if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
+            names = [field.name for field in fields(its) if getattr(its, field.name) != getattr(geometry, field.name)]
+            one, others = (", ".join(f"{name}={getattr(each, name)}" for name in names) for each in (its, geometry))
             raise UnsupportedModelError(
-                f"the attention layers of {type(structure.stack).__name__} have several sizes ({path}: {its}; others: "
-                f"{geometry}), so they can't share {', '.join(sorted(shared))}",
+                f"the attention layers of {type(structure.stack).__name__} have several sizes ({path}: {one}; others: "
+                f"{others}), so they can't share {', '.join(sorted(shared))}",
                 reason="attentions of several sizes",
                 remedy="Use an encoding with parameters per layer: per_layer=True.",
             )

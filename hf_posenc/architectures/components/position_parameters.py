@@ -42,6 +42,8 @@ NOT_BY_TOKEN = (
 """Names of those without one vector per patch: for several layers, rows and columns, frames, or a class token."""
 SILENCED = "_posenc_silenced"
 """The attribute of a module that maps the names of its disabled tensors to their `Zeros`."""
+INTERPOLATES = "interpolate_pos_encoding"
+"""The method of a module that resizes its position embeddings for another image size."""
 
 
 class PositionParameter(PositionComponent):
@@ -95,7 +97,8 @@ class PositionParameter(PositionComponent):
         return getattr(self.module, self.key)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        disable(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
+        patches = 0 if self.key in NOT_BY_TOKEN else self.patches
+        disable(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor, patches))
 
     @property
     def output_module(self) -> str | None:
@@ -142,12 +145,22 @@ class PositionParameter(PositionComponent):
 
 
 class Zeros:
-    """Computes the value of a disabled tensor: zeros of its shape, with the dtype and device of the module that uses it."""
+    """Computes the value of a disabled tensor: zeros of its shape, with the dtype and device of the module that uses it.
 
-    def __init__(self, stack: nn.Module, path: str, near: nn.Module, table: Tensor) -> None:
-        self.around, self.path, self.shape = (near, stack), path, tuple(table.shape)
+    patches: number of rows of patches in a tensor `[..., rows, D]`. 0 for other tensors.
+    """
 
-    def __call__(self) -> Tensor:
+    def __init__(self, stack: nn.Module, path: str, near: nn.Module, table: Tensor, patches: int) -> None:
+        self.around, self.path, self.shape, self.patches = (near, stack), path, tuple(table.shape), patches
+
+    def square(self) -> Tensor | None:
+        """Zeros for the largest square grid in the grid of patches. None if that grid is a square, or there is none."""
+        without = self.patches - math.isqrt(self.patches) ** 2
+        if not without or self.shape[-2] < self.patches:
+            return None
+        return self((*self.shape[:-2], self.shape[-2] - without, self.shape[-1]))
+
+    def __call__(self, shape: tuple[int, ...] | None = None) -> Tensor:
         _, stack = self.around
         kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.original.{self.path}"]
         tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
@@ -156,7 +169,7 @@ class Zeros:
         if like.is_meta:  # All other weights are offloaded, or the whole model is on the meta device.
             hooks = filter(None, map(accelerate_hook, (self.around[0], *stack.modules())))
             device = next((hook.execution_device for hook in hooks if hasattr(hook, "execution_device")), device)
-        return torch.zeros(self.shape, dtype=like.dtype, device=device)
+        return torch.zeros(self.shape if shape is None else shape, dtype=like.dtype, device=device)
 
 
 def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
@@ -178,6 +191,8 @@ def disabled_names(module: nn.Module) -> tuple[str, ...]:
 def _silent(host: type, keys: tuple[str, ...]) -> type:
     """A subclass of a module class, with the same name, in which these attributes are properties that return zeros."""
     body: dict[str, Any] = {key: property(_answering(key)) for key in keys}
+    if hasattr(host, INTERPOLATES):
+        body[INTERPOLATES] = _interpolating(getattr(host, INTERPOLATES))
     body |= {
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
@@ -196,6 +211,29 @@ def _answering(key: str) -> Callable[[Any], Tensor]:
         return silenced[key]()
 
     return zeros
+
+
+def _interpolating(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method of the original model that resizes position embeddings, which supports only square grids of patches."""
+
+    @functools.wraps(original)
+    def interpolate_pos_encoding(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        zeros = {key: zeros.square() for key, zeros in vars(module).get(SILENCED, {}).items()}
+        squares = {key: square for key, square in zeros.items() if square is not None}
+        return original(_WithSquares(module, squares) if squares else module, *args, **kwargs)
+
+    return interpolate_pos_encoding
+
+
+class _WithSquares:
+    """The attributes of a module, with zeros for square grids."""
+
+    def __init__(self, module: nn.Module, squares: Mapping[str, Tensor]) -> None:
+        self._module = module
+        vars(self).update(squares)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
