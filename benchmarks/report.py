@@ -30,7 +30,7 @@ COLUMNS = {
 SHOWN = (
     "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after "
     "4,096 tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak "
-    "memory of a forward pass of 512 tokens."
+    "memory of a forward pass of 512 tokens. –: not measured."
 )
 HEADINGS = {
     "forward": "Whole model, forward",
@@ -203,7 +203,7 @@ def _target_rows(found: list[Verdict]) -> list[str]:
             met += bool(mine)
             continue
         worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
-        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject})"])
+        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject}, {worst.group})"])
     lines = [f"{met} of {measured} measured targets are met; {len(TARGETS) - measured} were not measured."]
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 
