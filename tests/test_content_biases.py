@@ -330,6 +330,19 @@ def test_transformer_xl_returns_copies_of_its_parameters():
     assert owned.isdisjoint(each.untyped_storage().data_ptr() for each in encoding("query_offsets"))
 
 
+@pytest.mark.parametrize("length", [64, 65, 150])
+def test_transformer_xl_of_one_query_after_many_keys(length):
+    """Distances to a single query are computed in steps of 64 keys. The first text has padding before it."""
+    model = patched("gpt2", "transformer_xl", max_length=256).double()
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[0, :7] = 0
+    with torch.no_grad():
+        expected = first(model(input_ids=ids, attention_mask=mask))[:, -1:]
+        cache = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)[CACHE]
+        found = first(model(input_ids=ids[:, -1:], attention_mask=mask, **{CACHE: cache}))
+    assert_close(found, expected)
+
+
 def test_transformer_xl_makes_no_vectors_of_pairs():
     """The largest tensor has about two numbers for each query, key, and head."""
     encoding, length, sizes = double("transformer_xl"), 64, []

@@ -11,6 +11,9 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
 
+STEP = 64
+"""The number of keys whose distances to one query are computed from those to another query."""
+
 
 class TransformerXL(PositionEncoding, type="transformer_xl"):
     """scores[h, i, j] = ((q_i + u_h) · k_j + (q_i + v_h) · W_h R_(i-j)) · scaling (Dai et al., 2019, section 3.3).
@@ -45,9 +48,13 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         content, position = (each.to(query.dtype) for each in self.query_offsets())
         query = (query + position[:, None]) * context.scaling
-        # A single query needs one vector per key, and its product with W is cheaper.
-        by_distance = self._by_distance if context.is_contiguous and query.shape[2] > 1 else self._by_position
-        return by_distance(query, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3)) * context.scaling
+        if not context.is_contiguous:
+            by_distance = self._by_position(
+                query, "positions", lambda: (context.positions, context.key_positions(key.shape[2])), context
+            )
+        else:
+            by_distance = (self._by_distance if query.shape[2] > 1 else self._of_one_query)(query, key.shape[2], context)
+        return by_distance + (content[:, None] @ key.transpose(2, 3)) * context.scaling
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor, None]:
         farthest = int(distance.abs().max())
@@ -79,18 +86,37 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
         rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
         return rows[..., :keys]
 
-    def _by_position(self, query: Tensor, keys: int, context: PositionContext) -> Tensor:
-        """q · W R for any positions: Wᵀq rotated by the query's angles, times sines and cosines of the key's angles."""
+    def _of_one_query(self, query: Tensor, keys: int, context: PositionContext) -> Tensor:
+        """q · W R, `[B, H, 1, K]`, for contiguous tokens.
+
+        The distance to key STEP · a + b is that of a query, STEP · a positions earlier, to key b. So few waves are computed.
+        """
+
+        def compute() -> tuple[Tensor, Tensor]:
+            earlier = STEP * torch.arange((keys + STEP - 1) // STEP, device=query.device)
+            return (context.past - context.first_key - earlier)[None], torch.arange(STEP, device=query.device)[None]
+
+        return self._by_position(query, "steps", compute, context).flatten(2)[:, :, None, :keys]
+
+    def _by_position(
+        self, query: Tensor, what: str, positions: Callable[[], tuple[Tensor, Tensor]], context: PositionContext
+    ) -> Tensor:
+        """q · W R for any positions of queries and keys: Wᵀq rotated by the query's angles, times waves of the key's angles."""
 
         def compute() -> tuple[Tensor, ...]:
-            return *self._waves(context.positions), torch.cat(self._waves(context.key_positions(keys)), dim=-1)
+            here, there = positions()
+            sines, cosines = self._waves(here)
+            return tuple(
+                each.to(query.dtype) for each in (sines[:, None], cosines[:, None], torch.cat(self._waves(there), dim=-1))
+            )
 
-        sines, cosines, waves = (each[:, None].to(query.dtype) for each in self._once("positions", compute, context))
+        sines, cosines, waves = self._once((what, query.dtype), compute, context)
         of_sines, of_cosines = (query @ self.weight.to(query.dtype)).chunk(2, dim=-1)
-        turned = [of_cosines * sines - of_sines * cosines, of_sines * sines + of_cosines * cosines]
-        return torch.cat(turned, dim=-1) @ waves.transpose(2, 3)
+        turned = torch.cat([of_cosines * sines - of_sines * cosines, of_sines * sines + of_cosines * cosines], dim=-1)
+        # One product for all heads, because they share the waves.
+        return (turned.flatten(1, 2) @ waves.transpose(1, 2)).unflatten(1, turned.shape[1:3])
 
-    def _once(self, what: str, compute: Callable[[], Any], context: PositionContext) -> Any:
+    def _once(self, what: Any, compute: Callable[[], Any], context: PositionContext) -> Any:
         """The result of `compute`, evaluated once for all layers unless they may hold different keys."""
         return compute() if context.first_keys else context.cached((self.type, self.base, what), compute)
 
