@@ -26,7 +26,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import _compat
-from hf_posenc.attention.dispatch import AttentionCall, Function
+from hf_posenc.attention.dispatch import AttentionCall, Function, with_weights
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
@@ -255,8 +255,13 @@ def _by_heads(call: AttentionCall, spans: VisibleSpans, scaling: float) -> Tenso
 
 
 def padded_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Run the model's function with values padded to the width of keys. Otherwise, SDPA on a CPU would compute all scores."""
+    """Run the model's function with values padded to the width of keys. Otherwise, SDPA on a CPU would compute all scores.
+
+    For a single query, the eager function is faster than padding all values.
+    """
     width, more = call.value.shape[-1], call.query.shape[-1] - call.value.shape[-1]
+    if function is sdpa_attention_forward and more > 0 and call.query.shape[2] == 1 and call.query.device.type == "cpu":
+        return with_weights(call)[0], None
     if function is not sdpa_attention_forward or call.dropout or more < 1 or not _reads_views(call.query):
         return call.run(function, call.mask)
     output, weights = replace(call, value=F.pad(call.value, (0, more))).run(function, call.mask)
