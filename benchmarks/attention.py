@@ -112,7 +112,7 @@ def compare(group: Group, settings: Settings) -> dict[str, Record]:
             model = RelativeKey.of(stock(group, settings, intermediate_size=HEAD_DIM), group.length)
         elif name != STOCK:
             model = patched(host, name, group, settings)
-            abouts[name] = about(model, name)
+            abouts[name] = about(model)
         subjects[name] = Alone(model, group, settings)
         return subjects[name].run
 

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hf_posenc
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
@@ -21,7 +22,13 @@ def compared(
     """Time subjects in interleaved rounds. Each record has the median, and throughput ratios to the available references."""
     with ProgressBar(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
         timed = interleaved(names, build, settings.rounds, settings.warmup, settings.seed, bar.update)
-    return {name: figures(timed, name, references) for name in names}, timed
+    return {name: {**mechanisms_of(name), **figures(timed, name, references)} for name in names}, timed
+
+
+def mechanisms_of(name: str) -> Record:
+    """The mechanisms of an encoding, on which targets depend. Empty for other subjects."""
+    kind = hf_posenc.list_encodings().get(name)
+    return {} if kind is None else {"mechanisms": list(kind.mechanisms())}
 
 
 def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:

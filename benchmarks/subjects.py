@@ -117,10 +117,9 @@ def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings,
     return new
 
 
-def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """The mechanisms of an encoding and whether it is learned. Targets depend on these."""
-    learned = any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)
-    return {"mechanisms": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
+def about(model: PreTrainedModel) -> dict[str, Any]:
+    """Whether an encoding is learned. Targets depend on it."""
+    return {"learned": any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)}
 
 
 def encoding_of(model: Any) -> str | None:

@@ -29,7 +29,7 @@ def compare(step: Step, group: Group, settings: Settings) -> dict[str, Record]:
         if name == STOCK:
             return step(host, group, settings)
         model = patched(host, name, group, settings)
-        abouts[name] = about(model, name)
+        abouts[name] = about(model)
         return step(model, group, settings)
 
     names = [STOCK, *encodings(group, settings)]

@@ -577,6 +577,8 @@ def test_the_page_and_the_text_show_the_results():
     by_device = bench.by_device(KEPT)
     for device, found in by_device.items():
         assert (KEPT / f"bench{bench.SUFFIX[device]}.txt").read_text() == report.text(found)
+        measured = {target for target in targets.TARGETS if {*target.groups} & {*found["groups"]}}
+        assert {each.target for each in targets.verdicts(found["groups"])} == measured, "targets that apply to no record"
     shown = PAGE.read_text().partition(report.MARKERS[0])[2].partition(report.MARKERS[1])[0]
     assert shown.strip() == report.both(by_device).strip()
 
