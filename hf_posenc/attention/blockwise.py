@@ -27,10 +27,10 @@ THREAD_ELEMENTS = 2**20
 """The number of elements in the bias of a block for each thread, which processes as many heads as fit, but at least one."""
 KEYS_IN_TILE = 128
 """The number of keys whose products with vectors are computed together. Products of other distances are wasted."""
-BACKWARD_QUERIES, BACKWARD_ELEMENTS = 512, 2**18
-"""The maximum numbers of queries and of scores in a block of the backward pass, which processes one head at a time.
+BACKWARD_QUERIES, BACKWARD_FEWEST, BACKWARD_ELEMENTS = 512, 256, 2**18
+"""The maximum and minimum numbers of queries in a block of the backward pass, which processes one head at a time.
 
-The scores of a block then fit in a core's cache. With many keys, a block has 256 queries, because fewer are slower.
+Between them, a block has at most this many scores, which fit in a core's cache.
 """
 
 DROPOUT_LEVELS = 2**16
@@ -184,7 +184,7 @@ def _parts(query: Tensor, positional: Tensor, key: Tensor, columns: DistanceTabl
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator("cpu").manual_seed(settings.seed)
-    size = min(BACKWARD_QUERIES, max(256, BACKWARD_ELEMENTS // keys))
+    size = min(BACKWARD_QUERIES, max(BACKWARD_FEWEST, BACKWARD_ELEMENTS // keys))
     blocks = [*settings.seen.blocks(queries, keys, size, columns.apart)]
     buffers = Buffers(query)
     hides_all = query.element_size() < 4 or (columns.values is not None and bool(columns.values.isneginf().any()))

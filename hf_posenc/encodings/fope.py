@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import joined, rotated
+from hf_posenc.encodings.rotation import rotated_by
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -79,16 +79,10 @@ class FoPE(PositionEncoding, type="fope"):
         return {**options, "trained_length": options["trained_length"] or geometry.trained_length}
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        def turned(states: Tensor | None) -> Tensor | None:
-            if states is None:
-                return None
-            heads, dtype = states.shape[1], states.dtype
-            if self.is_trained():
-                return joined(states, *self._cos_sin(context, heads, dtype), "half")
-            cos, sin = context.cached((self, heads, dtype), lambda: self._cos_sin(context, heads, dtype))
-            return rotated(states, cos, sin, "half")
+        def compute(heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            return self._cos_sin(context, heads, dtype)
 
-        return turned(query), turned(key)
+        return rotated_by(self, compute, query, context, "half"), rotated_by(self, compute, key, context, "half")
 
     def angular_frequencies(self, length: int) -> Tensor:
         size = self.geometry.head_dim

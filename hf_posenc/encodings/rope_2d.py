@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import cos_sin, joined, rotated
+from hf_posenc.encodings.rotation import cos_sin, rotated_by
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -62,16 +62,10 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
                 self.weight[1] = by_row * turns.sin() + by_column * turns.cos()
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        def turned(states: Tensor | None) -> Tensor | None:
-            if states is None:
-                return None
-            heads, dtype, cells = states.shape[1], states.dtype, context.coordinates(2)
-            if self.is_trained():
-                return joined(states, *self._cos_sin(cells, heads, dtype), self.layout)
-            cos, sin = context.cached((self, heads, dtype), lambda: self._cos_sin(cells, heads, dtype))
-            return rotated(states, cos, sin, self.layout)
+        def compute(heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            return self._cos_sin(context.coordinates(2), heads, dtype)
 
-        return turned(query), turned(key)
+        return rotated_by(self, compute, query, context, self.layout), rotated_by(self, compute, key, context, self.layout)
 
     def _cos_sin(self, cells: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1 or B, 1 or H, L, E/2]` each, for rows and columns `[1 or B, L, 2]`."""

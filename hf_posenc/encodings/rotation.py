@@ -3,6 +3,7 @@
 Shapes: L tokens, E head_dim, R the rotated features, the first of each head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc._compat import records_operations
+from hf_posenc.encodings.context import PositionContext
 
 
 def cos_sin(angles: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,27 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         return joined(states, cos, sin, layout).transpose(-2, -3)
     rotate = Rotation.apply if records_operations(states) else Rotation.forward
     return rotate(states, cos, sin, layout)
+
+
+def rotated_by(
+    encoding: Any,
+    compute: Callable[[int, torch.dtype], tuple[Tensor, Tensor]],
+    states: Tensor | None,
+    context: PositionContext,
+    layout: str,
+) -> Tensor | None:
+    """States `[B, H, L, E]` rotated by an encoding that may have parameters. None stays None.
+
+    compute: returns cosines and sines for a number of heads and a dtype. It is called once for all layers if the encoding isn't
+        trained.
+    """
+    if states is None:
+        return None
+    heads, dtype = states.shape[1], states.dtype
+    if encoding.is_trained():
+        return joined(states, *compute(heads, dtype), layout)
+    cos, sin = context.cached((encoding, heads, dtype), lambda: compute(heads, dtype))
+    return rotated(states, cos, sin, layout)
 
 
 def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
