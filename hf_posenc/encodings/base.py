@@ -268,7 +268,7 @@ class PositionEncoding(nn.Module):
         """Two vectors `[H, E]` that are added to queries before the products with keys, and with `distance_vectors`.
 
         `score_bias` then also has the products of the first one with keys, and of the second one with `distance_vectors`.
-        None if queries have no such vectors. Don't return parameters but copies, because FSDP frees parameters after the call.
+        None if queries have no such vectors. Return copies, not parameters, because FSDP frees parameters after the call.
         """
         return None
 
@@ -310,7 +310,7 @@ class PositionEncoding(nn.Module):
         return None
 
     def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
-        """Vectors of queries and keys whose products are `score_bias`, or None if this isn't faster.
+        """Vectors of queries and keys whose products are `score_bias`, or None if computing the bias is faster.
 
         Their shapes are `[1 or B, H, Q, S]` and `[1 or B, H, K, S]`, of any size S. Attention calls it on a CPU, if no other
         encoding adds a bias and no token is without a position.

@@ -89,7 +89,8 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
     def _of_one_query(self, query: Tensor, keys: int, context: PositionContext) -> Tensor:
         """q · W R, `[B, H, 1, K]`, for contiguous tokens.
 
-        The distance to key STEP · a + b is that of a query, STEP · a positions earlier, to key b. So few waves are computed.
+        Key STEP · a + b is as far from the query as key b is from a query STEP · a positions earlier. Only the waves of those
+        queries and of STEP keys are computed.
         """
 
         def compute() -> tuple[Tensor, Tensor]:
