@@ -179,6 +179,11 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
         assert (found.double() - right).norm() <= 2 * (other.double() - right).norm()
 
 
+def right_padded(length):
+    """The mask of two texts, the second of which is shorter."""
+    return (torch.arange(length) < torch.tensor([[length], [length - 7]]))[:, None, None].expand(2, 1, length, length)
+
+
 def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
     """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
     geometry = Geometry(H * E, H, E, max_length=300, is_causal=changes.get("causal", False))
@@ -243,6 +248,9 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "mask": torch.ones(2, H, 256, 256, dtype=torch.bool)}),
         ("toeplitz", {"encoding": "alibi", "mask": torch.ones(2, 1, 256, 256, dtype=torch.bool)}),
         ("toeplitz", {"encoding": "alibi", "mask": torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()}),
+        ("toeplitz", {"encoding": "alibi", "mask": right_padded(384), "length": 384}),
+        ("dense", {"encoding": "alibi", "mask": right_padded(383), "length": 383}),
+        ("blocks", {"encoding": "t5", "mask": right_padded(256), "train": True}),
     ],
 )
 def test_the_way_at_its_borders(way, arguments):
@@ -254,18 +262,18 @@ def test_the_way_at_its_borders(way, arguments):
 @pytest.mark.parametrize(
     ("shown", "spans"),
     [
-        ([[1] * 300, [1] * 300], ((0, 2, 0, 300),)),
-        ([[1] * 290 + [0] * 10, [1] * 300], ((0, 1, 0, 290), (1, 2, 0, 300))),
-        ([[0] * 7 + [1] * 293, [0] * 7 + [1] * 293], ((0, 2, 7, 300),)),
-        ([[0] * 7 + [1] * 93 + [0] * 200, [0] * 300], ((0, 1, 7, 100), (1, 2, 0, 0))),
-        ([[1] * 100 + [0] + [1] * 199, [1] * 300], None),
+        ([[1] * 400, [1] * 400], ((0, 2, 0, 400),)),
+        ([[1] * 390 + [0] * 10, [1] * 400], ((0, 1, 0, 390), (1, 2, 0, 400))),
+        ([[0] * 7 + [1] * 393, [0] * 7 + [1] * 393], ((0, 2, 7, 400),)),
+        ([[0] * 7 + [1] * 93 + [0] * 300, [0] * 400], ((0, 1, 7, 100), (1, 2, 0, 0))),
+        ([[1] * 100 + [0] + [1] * 299, [1] * 400], None),
     ],
 )
 def test_what_a_mask_shows(shown, spans, causal):
-    mask = torch.tensor(shown).bool()[:, None, None].expand(2, 1, 300, 300)
+    mask = torch.tensor(shown).bool()[:, None, None].expand(2, 1, 400, 400)
     if causal:
-        mask = mask & torch.ones(300, 300, dtype=torch.bool).tril()
-    _, seen = choose("alibi", length=300, mask=mask)
+        mask = mask & torch.ones(400, 400, dtype=torch.bool).tril()
+    _, seen = choose("alibi", length=400, mask=mask)
     if spans is None:
         assert seen is None
     else:
@@ -379,6 +387,7 @@ def always(monkeypatch):
     monkeypatch.setattr(tupe, "STORED", 0)
     for way in bias_backends.MIN_KEYS_FOR_BACKEND:
         monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
+    monkeypatch.setattr(bias_backends, "MIN_KEYS_BY_ROW", 2)
 
 
 ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned"}

@@ -33,6 +33,8 @@ from hf_posenc.encodings import PositionContext, PositionEncoding
 BiasBackend = Literal["dense", "toeplitz", "blocks", "vectors", "heads"]
 MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "vectors": 256, "heads": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
+MIN_KEYS_BY_ROW = 384
+"""The same for "toeplitz" if the rows of a batch see different keys, because each of them then needs a separate call."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
 FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
@@ -78,6 +80,8 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in by_content))
     ):
         spans = _visible_spans(call)
+    if backend == "toeplitz" and spans is not None and len(spans.spans) > 1 and keys < MIN_KEYS_BY_ROW:
+        spans = None
     if backend == "heads" and biasing[0].causal_only and spans is not None and not _sees_itself(spans, query.shape[2]):
         spans = None  # Blocks count the keys up to each query.
     return (backend, spans) if spans is not None else ("dense", None)
@@ -270,19 +274,29 @@ def padded_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
 
 def _toeplitz(function: Function, call: AttentionCall, table: DistanceTable, spans: VisibleSpans) -> Tensor:
     """The output `[B, Q, H, E]` of the model's function, called with a view of one row as the mask."""
-    assert table.values is not None
-    query, key, value = call.query, call.key.flip(2), call.value.flip(2)
+    # Split, because the gradient of a slice of some rows has the size of the whole batch.
+    sizes = [last - first for first, last, _, _ in spans.spans]
+    rows = zip(*(each.split(sizes) for each in (call.query, call.key.flip(2), call.value.flip(2))), strict=True)
+    outputs = []
+    for size, (query, key, value), (_, _, first, end) in zip(sizes, rows, spans.spans, strict=True):
+        own = replace(call, query=query, key=key, value=value)
+        outputs.append(_toeplitz_of_rows(function, own, table, replace(spans, spans=((0, size, first, end),))))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _toeplitz_of_rows(function: Function, call: AttentionCall, table: DistanceTable, spans: VisibleSpans) -> Tensor:
+    """`_toeplitz` for rows of the batch that see the same keys, which are in reverse order."""
+    query, key, value = call.query, call.key, call.value
     queries, keys = query.shape[2], key.shape[2]
     output = None
     size = CAUSAL_QUERIES if spans.is_causal else queries
-    for rows, block, within in spans.blocks(queries, keys, size, table.apart):
+    for _, block, within in spans.blocks(queries, keys, size, table.apart):
         bias = table.window(block.start + within.start, block.stop - block.start, within.stop - within.start)
-        states = query[rows, :, block], key[rows, :, within], value[rows, :, within]
-        part, _ = function(call.module, *states, bias, **call.options)
-        if part.shape[:2] == (len(query), queries):
+        part, _ = function(call.module, query[:, :, block], key[:, :, within], value[:, :, within], bias, **call.options)
+        if part.shape[1] == queries:
             return part
         output = part.new_zeros(len(query), queries, *part.shape[2:]) if output is None else output
-        output[rows, block] = part
+        output[:, block] = part
     return query.transpose(1, 2) * 0 if output is None else output
 
 

@@ -73,9 +73,22 @@ class DeBERTa(PositionEncoding, type="deberta"):
         terms = []
         if self.relative_keys is not None:
             terms.append(_products(query, self.relative_keys, -steps, reach))
-        if self.relative_queries is not None:
+        if self.relative_queries is not None and query.shape[2] == 1:
+            terms.append(self._of_one_query(key, steps, context))
+        elif self.relative_queries is not None:
             terms.append(_products(key, self.relative_queries, steps.transpose(1, 2), reach).transpose(2, 3))
         return functools.reduce(torch.add, terms) * context.scaling
+
+    def _of_one_query(self, key: Tensor, steps: Tensor, context: PositionContext) -> Tensor:
+        """The products of keys with the vectors of their distances to a single query, `[B, H, 1, K]`."""
+        assert self.relative_queries is not None
+        table, far = self.relative_queries.to(key.dtype), 0
+        if context.is_contiguous and isinstance(context.past, int) and not torch.compiler.is_compiling():
+            # The first keys share the vector of the greatest distance.
+            far = min(max(context.past - context.first_key - self.max_distance + 1, 0), key.shape[2])
+        vectors = table[:, _clipped(steps[:, 0, far:], self.span)].transpose(0, 1)  # [1 or B, H, K - far, E]
+        near = (key[:, :, far:] * vectors).sum(-1)
+        return torch.cat([table[:, :1] @ key[:, :, :far].transpose(2, 3), near[:, :, None]], dim=-1)
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
         steps = self._bucket(distance)
@@ -109,8 +122,5 @@ def _products(states: Tensor, table: Tensor, steps: Tensor, reach: int) -> Tenso
     reach: the maximum distance. Only the rows up to it are multiplied.
     """
     span = table.shape[1] // 2
-    if steps.shape[2] == 1:  # a decoding step: each key needs only the row of its distance to the single query
-        vectors = table.to(states.dtype)[:, _clipped(steps, span)[..., 0]].transpose(0, 1)
-        return (states * vectors).sum(-1, keepdim=True)
     products = states @ table[:, span - reach : span + reach].to(states.dtype).transpose(1, 2)
     return products.gather(-1, _clipped(steps, reach)[:, None].expand(*states.shape[:3], -1))

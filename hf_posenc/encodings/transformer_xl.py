@@ -11,7 +11,7 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
 
-STEP = 64
+STEP = 128
 """The number of keys whose distances to one query are computed from those to another query."""
 
 
