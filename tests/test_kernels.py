@@ -237,6 +237,8 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "tupe", "aside": (1, 0)}),
         ("dense", {"encoding": "tupe", "device": "meta"}),
         ("heads", {"encoding": "fox", "causal": True}),
+        ("heads", {"encoding": "fire"}),
+        ("dense", {"encoding": "fire", "train": True}),
         ("dense", {"encoding": "fox", "causal": True, "train": True}),
         ("dense", {"encoding": "cope", "causal": True, "length": 255}),
         ("dense", {"encoding": "cope", "causal": True, "dropout": 0.1}),
@@ -383,6 +385,7 @@ def always(monkeypatch):
     monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
+    monkeypatch.setattr(head_blocks, "CAUSAL_QUERIES", 4)
     monkeypatch.setattr(head_blocks, "QUERIES", 4)
     monkeypatch.setattr(tupe, "STORED", 0)
     for way in bias_backends.MIN_KEYS_FOR_BACKEND:
@@ -440,6 +443,7 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
     [
         *(("fox", scale, {}) for scale in (0.1, 3.0, 30.0)),  # gates that are open, that forget within a block, and closed
         *(("cope", 1.0, {"max_position": most}) for most in (2, 3, 64)),
+        ("fire", 1.0, {}),
     ],
 )
 @torch.no_grad()
@@ -448,7 +452,7 @@ def test_heads_in_blocks_against_all_scores_at_once(monkeypatch, always, encodin
     monkeypatch.setattr(torch, "get_num_threads", lambda: together)
     queries, keys = 11, 13 if seen == "causal" else 11
     cls = hf_posenc.list_encodings()[encoding]
-    module = cls(Geometry(H * E, H, E, max_length=keys, is_causal=True), **options)
+    module = cls(Geometry(H * E, H, E, max_length=keys, is_causal=cls.causal_only), **options)
     for number, parameter in enumerate(module.parameters()):
         parameter.copy_(random(*parameter.shape, seed=50 + number, dtype=torch.float32) * scale)
     states = [random(2, H, length, E, seed=number, dtype=torch.float32) for number, length in enumerate((queries, keys, keys))]
@@ -471,6 +475,16 @@ def test_heads_in_blocks_against_all_scores_at_once(monkeypatch, always, encodin
     if seen == "right padding":  # Queries in the padding see sums over other padding.
         real[1, :, keys - 3 :] = False
     torch.testing.assert_close(found.double()[real], expected[real], rtol=1e-5, atol=3e-6)
+
+
+@torch.no_grad()
+def test_a_causal_mask_leaves_the_values_that_layers_share(always):
+    module = hf_posenc.list_encodings()["fire"](Geometry(H * E, H, E)).double()
+    states = [random(2, H, 11, E, seed=number) for number in range(3)]
+    context = PositionContext(module, torch.arange(11)[None], 0, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
+    bias = module("block_bias", states[0], states[1], context)
+    before, _, after = (head_blocks.attention(*states, SEEN[seen](11, 11), 0.5, bias) for seen in ("all", "causal", "all"))
+    assert before.equal(after)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
@@ -540,7 +554,7 @@ def test_fox_omits_keys_that_are_forgotten():
     with torch.no_grad():
         bias = module("block_bias", states, states, context)
         head_blocks.attention(states, states, states, SEEN["causal"](600, 600), 0.5, watched)
-    assert max(widths) < head_blocks.QUERIES + 150 < 600
+    assert max(widths) < head_blocks.CAUSAL_QUERIES + 150 < 600
 
 
 @pytest.mark.parametrize("train", [False, True])

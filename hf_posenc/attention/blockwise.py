@@ -25,8 +25,8 @@ FORWARD_ELEMENTS = 2**22
 """The approximate maximum number of elements in the bias of one head. Blocks have fewer queries to stay below it."""
 THREAD_ELEMENTS = 2**20
 """The number of elements in the bias of a block for each thread, which processes as many heads as fit, but at least one."""
-KEYS_IN_TILE = 128
-"""The number of keys whose products with vectors are computed together. Products of other distances are wasted."""
+QUERIES_IN_TILE = KEYS_IN_TILE = 128
+"""The number of queries, or keys, whose products with vectors are computed together. Products of other distances are wasted."""
 BACKWARD_QUERIES, BACKWARD_FEWEST, BACKWARD_ELEMENTS = 512, 256, 2**18
 """The maximum and minimum numbers of queries in a block of the backward pass, which processes one head at a time.
 
@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
         size = max(FEWEST_QUERIES, min(FORWARD_QUERIES, FORWARD_ELEMENTS // keys))
         for rows, block, within in seen.blocks(queries, keys, queries if alone and not seen.is_causal else size, columns.apart):
             r, n = block.stop - block.start, within.stop - within.start
-            for those, these in _groups(rows, heads, 0 if alone else r * (r + n - 1)):
+            for those, these in _groups(rows, heads, 0 if alone else r * (min(r, QUERIES_IN_TILE) + n)):
                 its_query, its_key = query[those, these, block], key[those, these, within]
                 its_positional, start = positional[those, these, block], block.start + within.start
                 bias = _bias(columns.of_heads(these), its_positional, its_key, start, scaling, buffers)
@@ -224,35 +224,48 @@ def _groups(rows: slice, heads: int, elements: int) -> Iterator[tuple[slice, sli
 
 def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, buffers: Buffers) -> Tensor:
     """The bias `[1 or B, H, r, n]` of a block whose first query and last key have column `start`, as a view or in a buffer."""
-    queries, keys = query.shape[-2], key.shape[-2]
-    width = queries + keys - 1
+    *outer, queries, _ = query.shape
+    keys = key.shape[-2]
     if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
         return columns.window(start, queries, keys)
-    shape = (*query.shape[:-1], width)
-    own = buffers.take("bias", shape)
-    bias = toeplitz_view(own, keys)
+    size = min(QUERIES_IN_TILE, queries)
+    width = size + keys - 1
+    # A tile has one row of `width` columns for each query, of which each begins one column later than the previous row. With a
+    # gap of `size` elements between tiles, all rows of the block have one stride.
+    own = buffers.take("bias", (*outer, queries * (width + 1)))
+    bias = own.as_strided((*outer, queries, keys), (*own.stride()[:-1], width + 1, 1))
     if columns.for_keys is not None:
         for tile, vectors in _tiles(columns.for_keys, start, queries, keys):
             its_key = key[..., tile, :]
             products = buffers.take("products", (*its_key.shape[:-1], vectors.shape[-2]))
             _multiply(its_key, vectors, scaling, out=products)
             bias[..., tile] = toeplitz_view(products, queries).mT  # Copied, because adding a transposed tensor is slow.
+    for first in range(0, queries, size):
+        count = min(size, queries - first)
+        place = first * (width + 1)
+        rows = own[..., place : place + count * width].unflatten(-1, (count, width))[..., : count + keys - 1]
+        _add_by_query(columns, query[..., first : first + count, :], start + first, scaling, rows, buffers)
+    return bias
+
+
+def _add_by_query(columns: DistanceTable, query: Tensor, start: int, scaling: float, rows: Tensor, buffers: Buffers) -> None:
+    """Add values and products of queries to a tile `[1 or B, H, r, w]`, which is empty if there are no vectors for keys."""
+    width = rows.shape[-1]
     if columns.for_queries is not None:
         # The products with equal vectors at the ends are computed once.
         first, last = _ends(columns, start, width)
         first, last = max(first - 1, 0), min(last + 1, width)
         alone = columns.for_keys is None
-        products = own[..., first:last] if alone else buffers.take("products", (*shape[:-1], last - first))
+        products = rows[..., first:last] if alone else buffers.take("products", (*rows.shape[:-1], last - first))
         _multiply(query, columns.for_queries[:, start + first : start + last], scaling, out=products)
         if alone:
-            own[..., :first], own[..., last:] = products[..., :1], products[..., -1:]
+            rows[..., :first], rows[..., last:] = products[..., :1], products[..., -1:]
         else:
-            own[..., first:last] += products
-            own[..., :first] += products[..., :1]
-            own[..., last:] += products[..., -1:]
+            rows[..., first:last] += products
+            rows[..., :first] += products[..., :1]
+            rows[..., last:] += products[..., -1:]
     if columns.values is not None:
-        own += columns.values[:, None, start : start + width].to(own.dtype)  # Adding float32 to half precision is slow.
-    return bias
+        rows += columns.values[:, None, start : start + width].to(rows.dtype)  # Adding float32 to half precision is slow.
 
 
 def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
@@ -263,17 +276,11 @@ def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
 
 
 def _multiply(states: Tensor, vectors: Tensor, scaling: float, out: Tensor) -> None:
-    """Write the scaled products of states `[B, H, L, E]` and vectors `[1 or H, N, E]` to `out` `[B, H, L, N]`, a view of
-    contiguous rows, without a copy.
-    """
-    if len(vectors) == 1:
-        pairs = [(states.reshape(-1, states.shape[-1]), vectors[0], out.view(-1, out.shape[-1]))]
-    else:  # One head at a time is faster than a batched product, whose results exceed a core's cache.
-        pairs = [
-            (*each, part) for row, its in zip(states, out, strict=True) for *each, part in zip(row, vectors, its, strict=True)
-        ]
-    for rows, its_vectors, part in pairs:
-        torch.addmm(part, rows, its_vectors.mT, beta=0, alpha=scaling, out=part)
+    """Write the scaled products of states `[B, H, L, E]` and vectors `[1 or H, N, E]` to `out` `[B, H, L, N]`."""
+    # One head at a time is faster than a batched product, whose results exceed a core's cache.
+    for of_heads, parts in zip(states, out, strict=True):
+        for rows, its_vectors, part in zip(of_heads, vectors.expand(len(of_heads), -1, -1), parts, strict=True):
+            torch.addmm(part, rows, its_vectors.mT, beta=0, alpha=scaling, out=part)
 
 
 def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tuple[slice, Tensor]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_posenc.attention.distance_table import VisibleSpans
 from hf_posenc.encodings.block_bias import Block, BlockBias
 
-QUERIES = 256
-"""The maximum number of queries in a block. With fewer than 192, SDPA's kernel is slower."""
+QUERIES, CAUSAL_QUERIES = 1024, 256
+"""The maximum numbers of queries in a block. SDPA is slower below 768, and again below 192. A causal block omits later keys."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, spans: VisibleSpans, scaling: float, bias: BlockBias) -> Tensor:
@@ -22,7 +22,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, spans: VisibleSpans, sc
     keys, key, value = key.shape[2], key.flip(2), value.flip(2)
     output = query.new_zeros(batch, queries, heads, value.shape[-1])
     together = min(torch.get_num_threads(), heads)
-    for rows, block, within in spans.blocks(queries, keys, QUERIES):
+    for rows, block, within in spans.blocks(queries, keys, CAUSAL_QUERIES if spans.is_causal else QUERIES):
         ceiling = _ceiling(query, block, within, keys, spans)
         for row, first in ((row, first) for row in range(rows.start, rows.stop) for first in range(0, heads, together)):
             some = slice(first, min(first + together, heads))
@@ -30,8 +30,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, spans: VisibleSpans, sc
             added = bias(Block(row, some, block, within, its_query, its_key, ceiling, scaling))
             count = added.shape[-1]
             added = added if added.shape[1] == its_query.shape[1] else added.repeat(1, its_query.shape[1], 1)
-            near = added[..., : ceiling.shape[1]]
-            torch.minimum(near, ceiling[:, :count].to(near.dtype), out=near)  # 20 times as fast as masked_fill_
+            if ceiling.numel():
+                near = added[..., : ceiling.shape[1]]
+                torch.minimum(near, ceiling[:, :count].to(near.dtype), out=near)  # 20 times as fast as masked_fill_
             states = its_query[None], its_key[None, :, :count], value[row, some, within][None, :, :count]
             its_output = F.scaled_dot_product_attention(*states, added[None], scale=scaling)[0]
             output[row, block, some] = its_output.transpose(0, 1)

@@ -44,7 +44,7 @@ class Block:
 
 
 BlockBias = Callable[[Block], Tensor]
-"""Returns a new tensor `[g, 1 or r, n]`, in the dtype of queries or float32.
+"""Returns `[g, 1 or r, n]`, in the dtype of queries or float32. It is a new tensor if the ceiling has elements.
 
 Biases of hidden keys don't matter. If the last keys have negligible weights, n may be smaller.
 """

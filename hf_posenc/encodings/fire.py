@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
 from hf_posenc.encodings.options import GreaterThan
 
@@ -63,26 +65,51 @@ class FIRE(PositionEncoding, type="fire"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
+        return self._once("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
+
+    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
+        if self.geometry.is_causal:
+            return None
+        keys = key.shape[2]
+        values = self._once("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
+
+        def bias(block: Block) -> Tensor:
+            queries, keys = block.query.shape[1], block.key.shape[1]
+            start = block.queries.start + block.keys.start
+            view = block.of(values, slice(start, start + queries + keys - 1)).unfold(-1, keys, 1)
+            return view.contiguous() if block.ceiling.numel() else view
+
+        return bias
+
+    def _once(self, what: str, compute: Callable[[], Tensor], keys: int, context: PositionContext) -> Tensor:
+        """The result of `compute`, evaluated once for all layers that share it."""
         if self.is_trained() or self.per_layer:
-            return self._bias(query.shape[2], keys, context)
-        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes aren't distinguished
-        return context.cached(known, lambda: self._bias(query.shape[2], keys, context))
+            return compute()
+        # Traced sizes aren't distinguished.
+        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
+        return context.cached(known, compute)
 
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`, in float32 or better."""
+        if self.geometry.is_causal or not context.is_contiguous:
+            return self._mlp(self._ratio(context.distances(keys), keys, context))
+        device = context.positions.device
+        index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+        return self._values(queries, keys, context)[:, :, index + (queries - 1)]
+
+    def _values(self, queries: int, keys: int, context: PositionContext) -> Tensor:
+        """`[1 or B, H, Q + K - 1]`, one value for each distance of consecutive tokens, from the smallest.
+
+        They suffice if all queries of a text have one normalizer.
+        """
+        distance = torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
+        return self._mlp(self._ratio(distance, keys, context))[:, :, 0]
+
+    def _ratio(self, distance: Tensor, keys: int, context: PositionContext) -> Tensor:
+        """The inputs of f for distances that are broadcastable to `[1 or B, 1 or Q, ...]`."""
         c, length = self.logarithms.double().clamp(-60, 60).exp()
         whole = torch.log1p(c * torch.maximum(length, self._longest(keys, context).double()))  # [1 or B, 1 or Q]
-
-        def ratio(distance: Tensor) -> Tensor:
-            return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
-
-        if self.geometry.is_causal or not context.is_contiguous:
-            return self._mlp(ratio(context.distances(keys)))
-        # All queries have one normalizer, so one value per distance suffices.
-        device = context.positions.device
-        by_distance = self._mlp(ratio(torch.arange(1 - queries, keys, device=device) + context.first_key - context.past))
-        index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-        return by_distance[:, :, 0, index + (queries - 1)]
+        return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
 
     def _longest(self, keys: int, context: PositionContext) -> Tensor:
         """n_i, `[1 or B, 1 or Q]`."""
