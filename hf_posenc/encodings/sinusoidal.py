@@ -3,8 +3,10 @@
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_posenc._compat import records_operations
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import last_of_text
 from hf_posenc.encodings.options import GreaterThan
@@ -134,8 +136,19 @@ def sinusoids(positions: Tensor, size: int, base: float, layout: str = "interlea
 
 def waves(positions: Tensor, steps: Tensor, size: int, layout: str) -> Tensor:
     """`sinusoids` for given radians per position, `[..., 1 or L, ceil(size/2)]`."""
+    if steps.ndim == 1 and (rows := _rows_if_repeated(positions)):
+        return F.embedding(positions, waves(torch.arange(rows), steps, size, layout))
     angles = positions.to(torch.float64)[..., None] * steps
     sines, cosines = angles.sin(), angles.cos()
     if layout == "concatenated":
         return torch.cat([sines, cosines[..., : size // 2]], dim=-1)
     return torch.stack([sines, cosines], dim=-1).flatten(-2)[..., :size]
+
+
+def _rows_if_repeated(positions: Tensor) -> int:
+    """1 + the greatest position if there are more positions, as in a batch or a grid. Otherwise 0, and in traced graphs."""
+    traced = torch.compiler.is_compiling() or records_operations(positions)
+    if traced or positions.device.type != "cpu" or positions.is_floating_point() or not positions.numel():
+        return 0
+    least, most = positions.aminmax()
+    return int(most) + 1 if least >= 0 and most + 1 < positions.numel() else 0
