@@ -4,6 +4,7 @@ Each model reads them differently: it slices, interpolates, or gathers. They are
 module is replaced by a subclass of the same name, in which the attribute is a property that returns zeros.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -161,15 +162,22 @@ class Zeros:
         return self((*self.shape[:-2], self.shape[-2] - without, self.shape[-1]))
 
     def __call__(self, shape: tuple[int, ...] | None = None) -> Tensor:
-        _, stack = self.around
-        kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.original.{self.path}"]
-        tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
-        like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
+        near, stack = self.around
+        like = next((tensor for tensor in self._tensors() if not tensor.is_meta and tensor.is_floating_point()), None)
+        like = next(self._tensors()) if like is None else like
         device = like.device
         if like.is_meta:  # All other weights are offloaded, or the whole model is on the meta device.
-            hooks = filter(None, map(accelerate_hook, (self.around[0], *stack.modules())))
+            hooks = filter(None, map(accelerate_hook, (near, *stack.modules())))
             device = next((hook.execution_device for hook in hooks if hasattr(hook, "execution_device")), device)
         return torch.zeros(self.shape if shape is None else shape, dtype=like.dtype, device=device)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Tensors with the dtype and device of the module, the nearest first. Each forward pass reads one, mostly the first."""
+        near, stack = self.around
+        yield from near.parameters()
+        with contextlib.suppress(AttributeError):  # The original positions may not have been kept.
+            yield stack.get_buffer(f"posenc.original.{self.path}")
+        yield from stack.parameters()
 
 
 def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
