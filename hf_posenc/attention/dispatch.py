@@ -212,10 +212,12 @@ def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys
 
     Keys that were rotated when they entered the cache aren't rotated again.
     """
+    if not any("rotate" in encoding.mechanisms() for encoding in active_encodings(module, context)):
+        return query, key
     if not keys_are_rotated and key.shape[2] == context.length and not module.posenc_state.is_cross:
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
-    if not keys_are_rotated and any("rotate" in encoding.mechanisms() for encoding in active_encodings(module, context)):
+    if not keys_are_rotated:
         _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
     return query, key
 

@@ -386,7 +386,7 @@ def _positions(
     remembered = None if cache is None else cache_positions.load_positions(cache, batch, past)
     index = (torch.arange(length, device=device) + past)[None]
     room = cache_positions.static_capacity(cache)
-    if ids is None and mask is None and remembered is None and room is None:
+    if ids is None and remembered is None and room is None and (mask is None or _shows_all(mask, past, length)):
         return index, index.new_zeros(1, 1), None
     seen = None if mask is None else position_ids_from_mask(mask)
     if seen is not None and room is None and seen.shape[1] < past + length:
@@ -410,6 +410,12 @@ def _positions(
     # Explicit position_ids also apply to padding. `generate` starts after the padding of a right-padded prompt.
     start, rises = _contiguous_start(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
     return new.clamp(min=0), start, None if rises else keys
+
+
+def _shows_all(mask: Tensor, past: int | Tensor, length: int) -> bool:
+    """Whether a mask `[B, K]` shows all cached and new keys. False in a traced graph."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not traced and mask.shape[1] >= int(past) + length and bool((mask != 0).all())
 
 
 def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
