@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-from hf_posenc.encodings.rotation import rotated_by
+from hf_posenc.encodings.rotation import by_feature, rotated_by
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -89,13 +89,13 @@ class FoPE(PositionEncoding, type="fope"):
         return F.pad(frequencies(size, self.theta)[: self._turning], (0, size // 2 - self._turning))
 
     def _cos_sin(self, context: PositionContext, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The sums instead of cosines and sines, `[1 or B, H, L, E/2]` each. Several of these heads may share a key head."""
+        """The sums instead of cosines `[1 or B, H, L, E]` and sines `[1 or B, H, L, E/2]`. Some heads may share a key head."""
         waves = context.cached((self, "waves"), lambda: self._waves(context.positions))
         still = self.geometry.head_dim // 2 - self._turning
         sums = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
         cos, sin = (F.pad(each.to(dtype), (0, still), value=value) for each, value in zip(sums, (1.0, 0.0), strict=True))
         groups = heads // cos.shape[1]
-        return cos.repeat_interleave(groups, dim=1), sin.repeat_interleave(groups, dim=1)
+        return by_feature(cos, "half").repeat_interleave(groups, dim=1), sin.repeat_interleave(groups, dim=1)
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies in the sums."""

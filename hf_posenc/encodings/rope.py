@@ -147,9 +147,9 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return ", ".join(f"{name}={value!r}" for name, value in (self._options or {}).items())
 
     def _cos_sin(self, context: PositionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, `[1 or B, 1, L, R/2]` each."""
+        """Cosines `[1 or B, 1, L, R]` and sines `[1 or B, 1, L, R/2]`."""
         angles = context.positions.double()[:, None, :, None] * self._frequencies(context)
-        return cos_sin(angles, dtype, self._magnitude)
+        return cos_sin(angles, dtype, self.layout, self._magnitude)
 
     def _frequencies(self, context: PositionContext) -> Tensor:
         """Radians per position, float64: `[R/2]`, or `[1 or B, 1, 1, R/2]` if they differ between texts."""

@@ -68,13 +68,13 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
         return rotated_by(self, compute, query, context, self.layout), rotated_by(self, compute, key, context, self.layout)
 
     def _cos_sin(self, cells: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, `[1 or B, 1 or H, L, E/2]` each, for rows and columns `[1 or B, L, 2]`."""
+        """Cosines `[1 or B, 1 or H, L, E]` and sines `[1 or B, 1 or H, L, E/2]`, for rows and columns `[1 or B, L, 2]`."""
         steps = self._axial(cells.device)
         if self.frequencies == "mixed":  # several query heads may share a key head
             steps = self.weight.double().repeat_interleave(heads // self.weight.shape[1], dim=1)
         row, column = cells.double()[:, None, :, :, None].unbind(3)
         angles = row * steps[0, :, None] + column * steps[1, :, None]
-        return cos_sin(angles, dtype)
+        return cos_sin(angles, dtype, self.layout)
 
     def _axial(self, device: torch.device) -> Tensor:
         """Radians per row and per column, `[2, 1, E/2]`, float64."""

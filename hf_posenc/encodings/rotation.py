@@ -1,6 +1,7 @@
 """Rotates pairs of features.
 
-Shapes: L tokens, E head_dim, R the rotated features, the first of each head.
+Shapes: L tokens, E head_dim, R the rotated features, the first of each head. Cosines are `[..., L, R]`, one for each feature,
+and sines are `[..., L, R/2]`, one for each pair.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,22 @@ from hf_posenc._compat import records_operations
 from hf_posenc.encodings.context import PositionContext
 
 
-def cos_sin(angles: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of angles, times a factor."""
+def cos_sin(angles: Tensor, dtype: torch.dtype, layout: str, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles `[..., L, R/2]`, times a factor."""
     cos, sin = ((wave * factor).to(dtype) for wave in (angles.cos(), angles.sin()))
+    cos = by_feature(cos, layout)
     if torch.compiler.is_compiling():  # Otherwise, the compiler would compute them again for each head and layer.
-        cos, sin = torch.cat([cos, sin], dim=-1).chunk(2, dim=-1)
+        cos, sin = torch.cat([cos, sin], dim=-1).split([cos.shape[-1], sin.shape[-1]], dim=-1)
     return cos, sin
 
 
+def by_feature(of_pairs: Tensor, layout: str) -> Tensor:
+    """One value for each feature, `[..., R/2] -> [..., R]`."""
+    return torch.cat([of_pairs, of_pairs], dim=-1) if layout == "half" else of_pairs.repeat_interleave(2, dim=-1)
+
+
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """States `[..., L, E]` with the first R features rotated in pairs, by cosines and sines `[..., L, R/2]`.
+    """States `[..., L, E]` with the first R features rotated in pairs.
 
     layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
     """
@@ -67,8 +74,8 @@ def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
 
 def joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Like `rotated`, but differentiable in cosines and sines."""
-    size = 2 * cos.shape[-1]
-    first, second = _halves(states, size, layout)
+    size = cos.shape[-1]
+    (first, second), (cos, _) = _halves(states, size, layout), _halves(cos, size, layout)
     turned = first * cos - second * sin, second * cos + first * sin
     joined = torch.cat(turned, dim=-1) if layout == "half" else torch.stack(turned, dim=-1).flatten(-2)
     return joined if size == states.shape[-1] else torch.cat([joined, states[..., size:]], dim=-1)
@@ -79,10 +86,9 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-        size, still = 2 * cos.shape[-1], states.shape[-1] - 2 * cos.shape[-1]
+        size, still = cos.shape[-1], states.shape[-1] - cos.shape[-1]
         # One pass over all features, because a pass over half of each row takes nearly as long, and one over each half.
-        wide = torch.cat([cos, cos], dim=-1) if layout == "half" else cos.repeat_interleave(2, dim=-1)
-        result = states * (F.pad(wide, (0, still), value=1.0) if still else wide)
+        result = states * (F.pad(cos, (0, still), value=1.0) if still else cos)
         (first, second), (to_first, to_second) = _halves(states, size, layout), _halves(result, size, layout)
         to_first.addcmul_(second, sin, value=-1)
         to_second.addcmul_(first, sin)

@@ -111,7 +111,7 @@ class SelfExtend(RoPE, type="self_extend"):
     def _rotated(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
         """States `[B, H, L, E]` rotated by further positions, `[1 or B, L]`."""
         angles = by.double()[:, None, :, None] * self._frequencies(context)
-        return rotated(states, *cos_sin(angles, states.dtype), self.layout)
+        return rotated(states, *cos_sin(angles, states.dtype, self.layout), self.layout)
 
 
 def least_group(length: Tensor, trained: int, window: int) -> Tensor:

@@ -91,12 +91,12 @@ class XPos(PositionEncoding, type="xpos"):
         return rotated(states.to(dtype), cos, sin, self.layout).to(states.dtype)
 
     def _factors(self, positions: Tensor, sign: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scaled cosines and sines, `[1 or B, 1, L, E/2]` each."""
+        """Scaled cosines `[1 or B, 1, L, E]` and sines `[1 or B, 1, L, E/2]`."""
         size, places = self.geometry.head_dim, positions.double()[:, None, :, None]
         angles = places * frequencies(size, self.theta, positions.device)
         zeta = (torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size + self.gamma) / (1 + self.gamma)
         scale = zeta ** (sign * places / self.scale_base)
-        return cos_sin(angles, dtype, scale)
+        return cos_sin(angles, dtype, self.layout, scale)
 
     def _last(self, dtype: torch.dtype) -> int:
         """The last position whose factors fit a dtype."""
