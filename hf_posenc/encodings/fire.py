@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_posenc._compat import is_transformed
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
@@ -68,7 +69,7 @@ class FIRE(PositionEncoding, type="fire"):
         return self._once("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
 
     def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
-        if self.geometry.is_causal:
+        if not self._has_one_normalizer(context):
             return None
         keys = key.shape[2]
         values = self._once("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
@@ -89,26 +90,37 @@ class FIRE(PositionEncoding, type="fire"):
         known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
         return context.cached(known, compute)
 
+    def _has_one_normalizer(self, context: PositionContext) -> bool:
+        """Whether all queries of a text have one normalizer, so the bias of consecutive tokens depends only on distance."""
+        positions = context.positions
+        if not self.geometry.is_causal or not context.is_contiguous:
+            return context.is_contiguous
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
+        # Reading values would synchronize a GPU.
+        return not traced and positions.device.type == "cpu" and bool((positions <= self._constants()[1]).all())
+
+    def _constants(self) -> tuple[Tensor, Tensor]:
+        """c and L."""
+        c, length = self.logarithms.double().clamp(-60, 60).exp()
+        return c, length
+
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`, in float32 or better."""
-        if self.geometry.is_causal or not context.is_contiguous:
-            return self._mlp(self._ratio(context.distances(keys), keys, context))
+        if not self._has_one_normalizer(context):
+            return self._mlp(self._ratio(context.distances(keys), self._longest(keys, context)))
         device = context.positions.device
         index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
         return self._values(queries, keys, context)[:, :, index + (queries - 1)]
 
     def _values(self, queries: int, keys: int, context: PositionContext) -> Tensor:
-        """`[1 or B, H, Q + K - 1]`, one value for each distance of consecutive tokens, from the smallest.
-
-        They suffice if all queries of a text have one normalizer.
-        """
+        """`[1 or B, H, Q + K - 1]`, the biases by distance, from the smallest, if all queries of a text have one normalizer."""
         distance = torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
-        return self._mlp(self._ratio(distance, keys, context))[:, :, 0]
+        return self._mlp(self._ratio(distance, last_of(self._longest(keys, context))))[:, :, 0]
 
-    def _ratio(self, distance: Tensor, keys: int, context: PositionContext) -> Tensor:
-        """The inputs of f for distances that are broadcastable to `[1 or B, 1 or Q, ...]`."""
-        c, length = self.logarithms.double().clamp(-60, 60).exp()
-        whole = torch.log1p(c * torch.maximum(length, self._longest(keys, context).double()))  # [1 or B, 1 or Q]
+    def _ratio(self, distance: Tensor, longest: Tensor) -> Tensor:
+        """The inputs of f, from distances `[1 or B, 1 or Q, ...]` or `[N]`, and n_i, `[1 or B, 1 or Q]`."""
+        c, length = self._constants()
+        whole = torch.log1p(c * torch.maximum(length, longest.double()))
         return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
 
     def _longest(self, keys: int, context: PositionContext) -> Tensor:
