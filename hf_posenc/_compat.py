@@ -66,6 +66,12 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor's values neither breaks a traced or transformed computation nor waits for a GPU."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
+    return not traced and tensor.device.type == "cpu"
+
+
 def is_in_forward_mode() -> bool:
     """Whether torch computes forward-mode derivatives (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -94,8 +94,7 @@ def _sees_itself(spans: VisibleSpans, queries: int) -> bool:
 
 def _reads_views(query: Tensor) -> bool:
     """Whether SDPA runs the CPU kernel, which reads any view as a bias, for more than one query."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed()
-    return not traced and query.device.type == "cpu" and query.shape[2] > 1
+    return _compat.is_readable(query) and query.shape[2] > 1
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc._compat import is_transformed
+from hf_posenc._compat import is_readable
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
@@ -95,9 +95,7 @@ class FIRE(PositionEncoding, type="fire"):
         positions = context.positions
         if not self.geometry.is_causal or not context.is_contiguous:
             return context.is_contiguous
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-        # Reading values would synchronize a GPU.
-        return not traced and positions.device.type == "cpu" and bool((positions <= self._constants()[1]).all())
+        return is_readable(positions) and bool((positions <= self._constants()[1]).all())
 
     def _constants(self) -> tuple[Tensor, Tensor]:
         """c and L."""

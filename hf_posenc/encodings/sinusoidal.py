@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc._compat import records_operations
+from hf_posenc._compat import is_readable
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import last_of_text
 from hf_posenc.encodings.options import GreaterThan
@@ -146,9 +146,8 @@ def waves(positions: Tensor, steps: Tensor, size: int, layout: str) -> Tensor:
 
 
 def _rows_if_repeated(positions: Tensor) -> int:
-    """1 + the greatest position if there are more positions, as in a batch or a grid. Otherwise 0, and in traced graphs."""
-    traced = torch.compiler.is_compiling() or records_operations(positions)
-    if traced or positions.device.type != "cpu" or positions.is_floating_point() or not positions.numel():
+    """1 + the greatest position if there are more positions, as in a batch or a grid. Otherwise 0, and if it can't be read."""
+    if not is_readable(positions) or positions.is_floating_point() or not positions.numel():
         return 0
     least, most = positions.aminmax()
     return int(most) + 1 if least >= 0 and most + 1 < positions.numel() else 0

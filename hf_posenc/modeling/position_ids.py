@@ -413,9 +413,8 @@ def _positions(
 
 
 def _shows_all(mask: Tensor, past: int | Tensor, length: int) -> bool:
-    """Whether a mask `[B, K]` shows all cached and new keys. False in a traced graph."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not traced and mask.shape[1] >= int(past) + length and bool((mask != 0).all())
+    """Whether a mask `[B, K]` shows all cached and new keys. False if it can't be read."""
+    return _compat.is_readable(mask) and mask.shape[1] >= int(past) + length and bool((mask != 0).all())
 
 
 def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
