@@ -45,11 +45,6 @@ CAUSAL_QUERIES = 256
 """The number of queries in a block of causal attention. A block omits the keys after it."""
 
 
-def _by_content(encoding: PositionEncoding) -> bool:
-    """Whether the bias of an encoding depends on queries or keys."""
-    return "score_bias" in encoding.mechanisms() and encoding.reads_content
-
-
 def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | None]:
     """The backend for the biases of a call under SDPA, and the keys that queries see, if the backend needs them."""
     biasing, query, keys, context, spans = call.biasing, call.query, call.key.shape[2], call.context, None
@@ -62,10 +57,9 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and (call.mask is None or call.mask.dtype == torch.bool)
     ):
         return "vectors", None
-    by_content = [encoding for encoding in biasing if "score_bias" in encoding.mechanisms()]
     backend: BiasBackend = "toeplitz"
     # With dropout, SDPA computes all scores. Gradient checkpointing first runs without gradients, then with the same dropout.
-    if by_content or call.dropout or any(encoding.is_trained() for encoding in biasing):
+    if call.scoring or call.dropout or any(encoding.is_trained() for encoding in biasing):
         backend = "blocks"
     if len(biasing) == 1 and biasing[0].has_block_bias() and not (torch.is_grad_enabled() or call.dropout):
         backend = "heads"
@@ -76,8 +70,8 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and context.is_contiguous
         and not context.has_extra_tokens
         and isinstance(context.past, int)
-        and len(by_content) <= 1
-        and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in by_content))
+        and len(call.scoring) <= 1
+        and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in call.scoring))
     ):
         spans = _visible_spans(call)
     if backend == "toeplitz" and spans is not None and len(spans.spans) > 1 and keys < MIN_KEYS_BY_ROW:
@@ -181,7 +175,8 @@ def _in_compiled_code(function: Function, call: AttentionCall) -> Tensor | None:
         or query.device.type != "cpu"
         or not (context.is_contiguous and isinstance(context.past, int))
         or context.has_extra_tokens
-        or any(encoding.is_trained() or "score_bias" in encoding.mechanisms() for encoding in biasing)
+        or call.scoring
+        or any(encoding.is_trained() for encoding in biasing)
     ):
         return None
     table = _distance_table(call, VisibleSpans(((0, len(query), 0, keys),), call.is_causal, context.past - context.first_key))
@@ -209,7 +204,7 @@ def _around_extra_tokens(call: AttentionCall, scaling: float) -> Tensor | None:
         and patches >= MIN_KEYS_FOR_BACKEND["toeplitz"]
         and context.is_contiguous
         and context.past == 0
-        and not any("score_bias" in encoding.mechanisms() for encoding in call.biasing)
+        and not call.scoring
     ):
         return None
     parts = [each.split([before, patches, after], dim=2) for each in (query, call.key, call.value)]
@@ -474,8 +469,8 @@ def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
             'pip install "transformers>=5.14".'
         )
     biasing, query, key, context, own = call.biasing, call.query, call.key, call.context, call.own_bias
-    by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
-    if biasing and by_distance and own is None and context.is_contiguous and not context.has_extra_tokens:
+    fixed = not (call.scoring or any(encoding.is_trained() for encoding in biasing))
+    if biasing and fixed and own is None and context.is_contiguous and not context.has_extra_tokens:
         queries, keys = query.shape[2], key.shape[2]
         values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
         if values is not None:
@@ -559,7 +554,8 @@ def biased_mask(call: AttentionCall) -> Tensor | None:
         bias = score_bias(biasing, query, key, context)
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
-    if any(encoding.is_trained() or encoding.per_layer or _by_content(encoding) for encoding in biasing):
+    by_content = any(encoding.reads_content for encoding in call.scoring)
+    if by_content or any(encoding.is_trained() or encoding.per_layer for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
     # Masks are compared by identity, because models pass the same mask to all layers of a kind.

@@ -77,6 +77,7 @@ class AttentionCall:
     is_causal: whether the attention function masks the future itself if it receives no mask. With a bias, it doesn't.
     options: the other arguments of the attention function.
     biasing: the encodings that add a bias to scores.
+    scoring: those of them that compute it from queries, keys, or positions, not only from distance.
     """
 
     module: Any
@@ -89,9 +90,11 @@ class AttentionCall:
     is_causal: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     biasing: list[PositionEncoding] = field(init=False)
+    scoring: list[PositionEncoding] = field(init=False)
 
     def __post_init__(self) -> None:
         self.biasing = [encoding for encoding in self.encodings if adds_score_bias(encoding)]
+        self.scoring = [encoding for encoding in self.biasing if "score_bias" in encoding.mechanisms()]
 
     @property
     def own_bias(self) -> Tensor | None:

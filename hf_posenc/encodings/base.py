@@ -124,7 +124,6 @@ class PositionEncoding(nn.Module):
     """Number of coordinates of a token that the encoding uses. If it isn't 1, it must equal `Geometry.axes`."""
     geometry: Geometry
     _option_types: ClassVar[dict[str, Any]]
-    _mechanisms: ClassVar[tuple[str, ...]]
     """The result of `option_types`, cached per class, because each attention can have a separate instance."""
     _options: dict[str, Any] | None = None
 
@@ -381,9 +380,7 @@ class PositionEncoding(nn.Module):
         """The mechanisms that this class overrides: embed, rotate, distance_bias, score_bias, value_bias.
 
         options: checked options. If given, only the mechanisms that are active with them are returned."""
-        if "_mechanisms" not in vars(cls):  # Each attention asks several times.
-            cls._mechanisms = tuple(verb for verb in MECHANISMS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
-        return cls._mechanisms
+        return tuple(verb for verb in MECHANISMS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
 
     def needs_attention_weights(self) -> bool:
         """Whether it uses `value_bias`, which requires the attention weights."""
