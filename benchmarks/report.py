@@ -195,7 +195,7 @@ def tables(results: dict[str, Any], device: str) -> str:
 
 def _target_rows(found: list[Verdict]) -> list[str]:
     """The number of targets that are met, and one row for each missed target with its worst subject."""
-    rows, met, measured = [["target", "bound", "worst"]], 0, 0
+    rows, met, measured = [["target", "bound", "worst", "what takes the time"]], 0, 0
     for target in TARGETS:
         mine = [each for each in found if each.target is target]
         measured += bool(mine)
@@ -203,7 +203,7 @@ def _target_rows(found: list[Verdict]) -> list[str]:
             met += bool(mine)
             continue
         worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
-        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject}, {worst.group})"])
+        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject}, {worst.group})", target.limit])
     lines = [f"{met} of {measured} measured targets are met; {len(TARGETS) - measured} were not measured."]
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 
