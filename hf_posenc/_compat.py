@@ -67,9 +67,12 @@ def is_transformed() -> bool:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether reading a tensor's values neither breaks a traced or transformed computation nor waits for a GPU."""
+    """Whether reading a tensor's values neither breaks a traced or transformed computation nor waits for a GPU.
+
+    Subclasses of Tensor, such as FakeTensor and DTensor, may have no values here.
+    """
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-    return not traced and tensor.device.type == "cpu"
+    return not traced and tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_in_forward_mode() -> bool:

@@ -237,8 +237,8 @@ def test_scores_and_gradients(name, tokens):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 @torch.no_grad()
 def test_precision(name, dtype, tolerance):
-    """The errors in a long text are small relative to the largest score. FIRE rounds only its parameters, also
-    under autocast.
+    """The errors in a long text are small relative to the largest score. FIRE and FoX, also under autocast, round only their
+    parameters and states.
     """
     kind, length = name.replace(",", "").split()[0], 6 if name == "tupe short" else 400
     encoding = make(kind, seed=5, dtype=dtype, **OPTIONS[name])
@@ -247,11 +247,11 @@ def test_precision(name, dtype, tolerance):
     query, key = random(1, H, length, E, dtype=dtype), random(1, H, length, E, seed=1, dtype=dtype)
     for queries in (length, 1):
         context = context_of_last(encoding, [list(range(length))], queries, True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "fire"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind in ("fire", "fox")):
             actual = encoding("score_bias", query[:, :, -queries:], key, context)
         expected = exact("score_bias", query[:, :, -queries:].double(), key.double(), replace(context, computed={}))
         seen = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-        most = 1e-5 if kind == "fire" else tolerance
+        most = 1e-5 if kind in ("fire", "fox") else tolerance
         assert ((actual - expected) * seen).abs().max() < most * (expected * seen).abs().max()
 
 

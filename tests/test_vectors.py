@@ -11,6 +11,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.distilbert.modeling_distilbert import create_sinusoidal_embeddings
@@ -78,6 +79,19 @@ def test_sinusoidal_formula(layout, size):
         assert encoding.embed(torch.tensor(3)).shape == (size,)
         if len(bases) == 1:
             assert torch.equal(make("sinusoidal", size, base=bases[0], layout=layout).embed(torch.tensor(FAR)), actual)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("dtype", [torch.long, torch.int16])
+def test_sinusoids_of_repeated_positions(layout, dtype):
+    """Vectors of a batch, where positions are repeated, are those of each position alone. Fake tensors have no values."""
+    encoding, positions = make("sinusoidal", 12, layout=layout), torch.tensor([[0, 1, 2, 3], [0, 0, 0, 5]], dtype=dtype)
+    with torch.device("meta"):
+        found = encoding("embed", positions)
+    alone = [encoding("embed", position[None]) for position in positions.flatten()]
+    assert torch.equal(found.flatten(0, 1), torch.cat(alone))
+    with FakeTensorMode() as mode:
+        assert encoding("embed", mode.from_tensor(positions)).shape == (2, 4, 12)
 
 
 def test_worked_example_of_width_4():

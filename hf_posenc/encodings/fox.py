@@ -80,7 +80,8 @@ class FoX(PositionEncoding, type="fox"):
         """The sum of log f up to each query, `[B, H, Q]`, and up to each key, `[B, H, K]`, in float64."""
         index, counts = context.counted_keys(query.shape[2], key.shape[2], self.type)
         precise = torch.promote_types(query.dtype, torch.float32)
-        products = self.weight[:, None].to(precise) @ key.to(precise).transpose(2, 3)
+        with torch.autocast(key.device.type, enabled=False):  # It would multiply in half precision.
+            products = self.weight[:, None].to(precise) @ key.to(precise).transpose(2, 3)
         logits = products[:, :, 0] + self.bias[:, None].to(precise)
         # With 1e5 tokens, differences of float32 sums would be off by hundredths.
         sums = (F.logsigmoid(logits).double() * counts[:, None]).cumsum(-1)

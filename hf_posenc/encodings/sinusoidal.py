@@ -137,7 +137,8 @@ def sinusoids(positions: Tensor, size: int, base: float, layout: str = "interlea
 def waves(positions: Tensor, steps: Tensor, size: int, layout: str) -> Tensor:
     """`sinusoids` for given radians per position, `[..., 1 or L, ceil(size/2)]`."""
     if steps.ndim == 1 and (rows := _rows_if_repeated(positions)):
-        return F.embedding(positions, waves(torch.arange(rows), steps, size, layout))
+        table = waves(torch.arange(rows, device=positions.device), steps, size, layout)
+        return F.embedding(positions.long(), table)
     angles = positions.to(torch.float64)[..., None] * steps
     sines, cosines = angles.sin(), angles.cos()
     if layout == "concatenated":
