@@ -345,6 +345,16 @@ class PositionEncoding(nn.Module):
             return next(self.parameters(), None) is not None
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
+    def _is_shared(self) -> bool:
+        """Whether all layers of a forward pass have the same bias, without gradients."""
+        return not (self.is_trained() or self.per_layer)
+
+    def _once_per_pass(self, what: str, compute: Callable[[], Any], keys: int, context: PositionContext) -> Any:
+        """The result of `compute` for a number of keys, evaluated once for all layers that share it."""
+        # Traced sizes aren't distinguished.
+        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
+        return context.cached(known, compute) if self._is_shared() else compute()
+
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
         """The module that all attentions of an encoder or decoder share. It is a no-op if each attention has its own module."""

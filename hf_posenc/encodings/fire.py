@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -66,13 +65,13 @@ class FIRE(PositionEncoding, type="fire"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
-        return self._once("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
+        return self._once_per_pass("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
 
     def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
         if not self._has_one_normalizer(context):
             return None
         keys = key.shape[2]
-        values = self._once("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
+        values = self._once_per_pass("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
 
         def bias(block: Block) -> Tensor:
             queries, keys = block.query.shape[1], block.key.shape[1]
@@ -81,14 +80,6 @@ class FIRE(PositionEncoding, type="fire"):
             return view.contiguous() if block.ceiling.numel() else view
 
         return bias
-
-    def _once(self, what: str, compute: Callable[[], Tensor], keys: int, context: PositionContext) -> Tensor:
-        """The result of `compute`, evaluated once for all layers that share it."""
-        if self.is_trained() or self.per_layer:
-            return compute()
-        # Traced sizes aren't distinguished.
-        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
-        return context.cached(known, compute)
 
     def _has_one_normalizer(self, context: PositionContext) -> bool:
         """Whether all queries of a text have one normalizer, so the bias of consecutive tokens depends only on distance."""

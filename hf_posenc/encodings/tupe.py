@@ -1,8 +1,5 @@
 """Untied positional encoding: https://arxiv.org/abs/2006.15595"""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,7 +55,7 @@ class TUPE(PositionEncoding, type="tupe"):
         return True
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        return self._once("bias", lambda: self._bias(key.shape[2], context), key.shape[2], context)
+        return self._once_per_pass("bias", lambda: self._bias(key.shape[2], context), key.shape[2], context)
 
     def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
         elements = query.shape[1] * query.shape[2] * key.shape[2]
@@ -69,17 +66,7 @@ class TUPE(PositionEncoding, type="tupe"):
             queries, places = self._queries(key.shape[2], context)
             return queries, self._projected(places, self.key_weight)
 
-        return self._once("vectors", compute, key.shape[2], context)
-
-    def _is_shared(self) -> bool:
-        """Whether all layers of a forward pass have the same bias, without gradients."""
-        return not (self.is_trained() or self.per_layer)
-
-    def _once(self, what: str, compute: Callable[[], Any], keys: int, context: PositionContext) -> Any:
-        """The result of `compute`, evaluated once for all layers that share it."""
-        # Traced sizes aren't distinguished.
-        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
-        return context.cached(known, compute) if self._is_shared() else compute()
+        return self._once_per_pass("vectors", compute, key.shape[2], context)
 
     def _queries(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
         """The vectors of queries, `[1 or B, H, Q, E]`, and the rows of keys in the table, `[1 or B, K]`."""
