@@ -66,7 +66,6 @@ def pytest_collection():
 
 def pytest_collection_finish():
     """Exclude libraries and tests from garbage collection, which would take a quarter of the time. They are never freed."""
-    gc.collect()
     gc.freeze()
 
 

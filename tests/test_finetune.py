@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from transformers import (
 )
 
 import vocabularies
-from conftest import ROOT, WORDS
+from conftest import ROOT, WORDS, run_python
 from experiments import seeds
 from experiments.data import reviews
 from hf_posenc.training import classification, finetune, question_answering
@@ -162,13 +161,12 @@ def one_process(tiny, tmp_path_factory):
     """
     output = tmp_path_factory.mktemp("one") / "out"
     with serve() as hub:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": f"{output}-home"}
-        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        settings = {"PYTHONPATH": str(ROOT), "HF_HOME": f"{output}-home", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         push = ("--push_to_hub", "--hub_model_id", f"{USER}/classifier", "--hub_private_repo", "--eval_steps", "20")
-        command = [sys.executable, SCRIPTS / "finetune.py", *arguments_for(tiny, output, *push)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return output, read(output), done.stdout, hub.repos
+        code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [SCRIPTS / "finetune.py", *arguments_for(tiny, output, *push)]
+        shown = run_python(code, *command, fresh=True, HF_ENDPOINT=hub.endpoint, HF_TOKEN=TOKEN, **settings)
+        return output, read(output), shown, hub.repos
 
 
 def test_metrics_are_those_of_the_saved_model(tiny, one_process):

@@ -947,7 +947,7 @@ class Largest(TorchDispatchMode):
 )
 def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
     length = 2048
-    model = patched(host, encoding, max_position_embeddings=length)
+    model = patched(host, encoding, max_position_embeddings=length, num_hidden_layers=1)
     heads = model.config.num_attention_heads
     with torch.set_grad_enabled(train):
         # The model's own padding mask has one head, and one byte for each query and key.

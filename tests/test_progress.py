@@ -35,7 +35,7 @@ def model(tmp_path, tokenizer):
 @pytest.mark.parametrize("settings", [{}, {progress.INTERVAL: "0.1"}], ids=["default", "set"])
 def test_bars_of_a_command(model, tmp_path, settings):
     arguments = ["--model_name_or_path", model, "--train_file", tmp_path / "texts.txt", "--output_dir", tmp_path / "out"]
-    _, errors = said_by_python(TRAIN, *arguments, "--max_train_steps", 3, **settings)
+    _, errors = said_by_python(TRAIN, *arguments, "--max_train_steps", 3, fresh=False, **settings)
     assert all((bar in errors) == bool(settings) for bar in BARS), errors
     assert ("%|" in errors) == bool(settings)
 
@@ -123,7 +123,7 @@ class Slow(PositionEncoding, type="slow"):
 def test_saving_an_own_encoding(speed, tmp_path):
     """It reports the files that it reads and imports, if that takes long."""
     (tmp_path / "slow_encoding.py").write_text(ENCODING)
-    _, errors = said_by_python(SLOW, tmp_path, speed)
+    _, errors = said_by_python(SLOW, tmp_path, speed, fresh=False)
     lines = [line for line in errors.partition("begin")[2].splitlines() if re.search("files|file/s|s/file", line)]
     assert bool(lines) == (speed == "slow"), errors
     if lines:

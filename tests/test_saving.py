@@ -34,9 +34,7 @@ from killed import CASES, SHARDS, states
 from models import first, patched, slow, tokens
 
 
-@pytest.mark.parametrize(
-    ("every", "cases"), [(False, ["another encoding", "one to shards"]), slow(True, [*CASES])], ids=["some", "all"]
-)
+@pytest.mark.parametrize(("every", "cases"), [(False, ["one to shards"]), slow(True, [*CASES])], ids=["some", "all"])
 def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, every, cases):
     """This holds at every event of the save, or at some events of each kind."""
     said = run_python("import sys, killed; killed.main(*sys.argv[1:])", tmp_path, every, *cases, timeout=600)
@@ -403,7 +401,7 @@ MODELS = [("stock", "a"), ("posenc", "b"), ("stock", "c"), ("posenc", "d")]
 
 @pytest.mark.parametrize(
     ("before", "after", "every"),
-    [(MODELS[before], MODELS[after], False) for before, after in ((0, 2), (1, 2), (2, 3))]
+    [(MODELS[before], MODELS[after], False) for before, after in ((1, 2), (2, 3))]
     + [slow(before, after, True) for before, after in itertools.permutations(MODELS, 2)],
 )
 def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after, every):

@@ -4,6 +4,7 @@ import csv
 import functools
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -341,26 +342,23 @@ def test_nothing_is_random_in_subconfigs():
     assert config.text_config.attention_dropout == config.text_config.router_jitter_noise == 0
 
 
+OF_TWO_SEEDS = [*QUICK, "--models", "llama", "--tasks", "clm", "--encodings", "none", "rope", "--seeds", "0", "1"]
+OF_TWO_SEEDS += ["--steps", "4", "--length", "8"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a finished study without models."""
+    path = tmp_path_factory.mktemp("finished")
+    compare.main([*OF_TWO_SEEDS, "--output_dir", str(path)])
+    return path
+
+
 @pytest.mark.parametrize("keep", ["best", "last", "all"])
-def test_kept_models(keep, tmp_path):
+def test_kept_models(keep, finished, tmp_path):
     """Saved models are those of the records, also after an interruption and after --keep is added to a finished study."""
-    command = [
-        *QUICK,
-        "--models",
-        "llama",
-        "--tasks",
-        "clm",
-        "--encodings",
-        "none",
-        "rope",
-        "--seeds",
-        "0",
-        "1",
-        "--steps",
-        "9",
-    ]
-    command += ["--length", "8", "--output_dir", str(tmp_path)]
-    compare.main(command)
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    command = [*OF_TWO_SEEDS, "--output_dir", str(tmp_path)]
     saved = tmp_path / "llama" / "runs"
     before = {file.name: records.read(file)["scores"] for file in saved.glob("*.json")}
     assert not [*saved.glob("*/")]

@@ -77,7 +77,7 @@ def turns_of_a_batch_are_padded(it):
             at[row] += width
 
 
-@check("decoder", by_mechanism=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
+@check("decoder", few=True, by_mechanism=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
 @torch.no_grad()
 def generate_goes_on_behind_right_padding(it):
     """With right padding, new tokens are at positions 1, 2, ….
@@ -115,7 +115,7 @@ def added(shown, kind, lowest=LOWEST):
     return torch.zeros(seen.shape).masked_fill(~seen, lowest)
 
 
-@check("encoder", "decoder")
+@check("encoder", "decoder", by_mechanism=True)
 @torch.no_grad()
 def masks_in_every_form(it):
     """All mask formats that the original models support. `tests/test_backends.py` checks the errors for other formats."""
@@ -175,7 +175,7 @@ def batch(texts, side):
     return ids, mask
 
 
-@check(by_mechanism=True)
+@check(few=True, by_mechanism=True)
 @torch.no_grad()
 def forward_passes_within_one_another(it):
     """After a failure in its last layer, a model is called within its own forward pass, together with another model."""

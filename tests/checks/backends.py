@@ -31,7 +31,7 @@ def implementations_agree(it):
         assert_close(found, outputs["eager"])
 
 
-@check()
+@check(once=True)
 @torch.no_grad()
 def half_precision(it):
     expected = it.plain(it.model)

@@ -58,8 +58,7 @@ def check(*kinds, few=False, once=False, by_mechanism=False, slow=False, where=N
 
     def add(run):
         assert run.__name__ not in CHECKS, run.__name__
-        rare = few or by_mechanism
-        CHECKS[run.__name__] = Check(run, kinds or EVERY, rare, once or rare, by_mechanism, slow, where)
+        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, once or few or by_mechanism, by_mechanism, slow, where)
         return run
 
     return add
