@@ -348,7 +348,7 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
         assert beside[change].startswith("ValueError") and "Import hf_posenc, then load it again" in beside[change]
 
 
-def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
+def test_a_copy_takes_no_strangers(own_registry, monkeypatch, tmp_path):
     class Stranger(hf_posenc.PositionEncoding, type="stranger"):
         pass
 
