@@ -25,8 +25,8 @@ FORWARD_ELEMENTS = 2**22
 """The approximate maximum number of elements in the bias of one head. Blocks have fewer queries to stay below it."""
 THREAD_ELEMENTS = 2**20
 """The number of elements in the bias of a block for each thread, which processes as many heads as fit, but at least one."""
-QUERIES_IN_TILE = KEYS_IN_TILE = 128
-"""The number of queries, or keys, whose products with vectors are computed together. Products of other distances are wasted."""
+QUERIES_IN_TILE, CLIPPED_QUERIES_IN_TILE, KEYS_IN_TILE = 128, 512, 128
+"""The numbers of queries and keys whose products with vectors are computed together. Products of other distances are wasted."""
 BACKWARD_QUERIES, BACKWARD_FEWEST, BACKWARD_ELEMENTS = 512, 256, 2**18
 """The maximum and minimum numbers of queries in a block of the backward pass, which processes one head at a time.
 
@@ -228,7 +228,7 @@ def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scalin
     keys = key.shape[-2]
     if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
         return columns.window(start, queries, keys)
-    size = min(QUERIES_IN_TILE, queries)
+    size = min(_queries_in_tile(columns, start, queries, keys), queries)
     width = size + keys - 1
     # A tile has one row of `width` columns for each query, of which each begins one column later than the previous row. With a
     # gap of `size` elements between tiles, all rows of the block have one stride.
@@ -246,6 +246,14 @@ def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scalin
         rows = own[..., place : place + count * width].unflatten(-1, (count, width))[..., : count + keys - 1]
         _add_by_query(columns, query[..., first : first + count, :], start + first, scaling, rows, buffers)
     return bias
+
+
+def _queries_in_tile(columns: DistanceTable, start: int, queries: int, keys: int) -> int:
+    """The number of queries in a tile. If most keys share a vector, few products are wasted, and large tiles are faster."""
+    if columns.for_queries is None:
+        return QUERIES_IN_TILE
+    first, last = _ends(columns, start, queries + keys - 1)
+    return QUERIES_IN_TILE if last - first > keys else CLIPPED_QUERIES_IN_TILE
 
 
 def _add_by_query(columns: DistanceTable, query: Tensor, start: int, scaling: float, rows: Tensor, buffers: Buffers) -> None:
