@@ -13,8 +13,8 @@ from hf_posenc.plots.speed_records import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
-    "ms: the median. x stock, x none: throughput as a ratio to theirs, taken within rounds; below 1 is slower than they are, "
-    "above 1 faster; [its 95 % interval]. A target is a bound on throughput, unless it says time or memory."
+    "ms: the median. x stock, x none: throughput relative to theirs in the same rounds, with its 95% interval; below 1 is "
+    "slower. A target is a bound on throughput, unless it says time or memory."
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "swin": "Swin", "vit": "ViT"}
 COLUMNS = {
@@ -30,7 +30,7 @@ COLUMNS = {
 SHOWN = (
     "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after "
     "4,096 tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak "
-    "memory of a forward pass of 512 tokens. –: not measured."
+    "memory of a forward pass of 512 tokens without the weights, of which GPT-2 itself needs more than BERT. –: not measured."
 )
 HEADINGS = {
     "forward": "Whole model, forward",
@@ -120,11 +120,12 @@ def text(results: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-CLOCKS = {"wall": "wall clock", "process": "the process's own clock"}
+CLOCKS = {"wall": "wall clock", "process": "CPU time"}
 
 
 def machine(about: dict[str, Any]) -> str:
-    shown = f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {CLOCKS[about.get('clock', 'wall')]}"
+    counts = ", ".join(f"{about[name + 's']} {name}{'s' * (about[name + 's'] != 1)}" for name in ("core", "thread"))
+    shown = f"{about['cpu']}, {counts}, {CLOCKS[about.get('clock', 'wall')]}"
     shown = f"{about['gpu']}; {shown}" if about.get("gpu") else shown
     return f"{shown}; torch {about['torch']}, transformers {about['transformers']}, Python {about['python']}"
 
@@ -186,10 +187,10 @@ def tables(results: dict[str, Any], device: str) -> str:
     """The summary in docs/results/speed.md: missed targets (for a CPU), and the speed of every encoding."""
     groups = results["groups"]
     lines = [f"{machine(results['machine'])}; {results['date']}."]
-    if device == "cpu":
-        lines += ["", "### Missed targets", "", *_target_rows(list(verdicts(groups)))]
     if any(name in groups for names in COLUMNS.values() for name in names):
         lines += ["", "### Every encoding", "", SHOWN, "", *_markdown(_by_encoding(groups))]
+    if device == "cpu":
+        lines += ["", "### Missed targets", "", *_target_rows(list(verdicts(groups)))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -203,8 +204,12 @@ def _target_rows(found: list[Verdict]) -> list[str]:
             met += bool(mine)
             continue
         worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
-        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject}, {worst.group})", target.limit])
-    lines = [f"{met} of {measured} measured targets are met; {len(TARGETS) - measured} were not measured."]
+        rows.append([target.what, target.shown_bound, f"{_measured(worst)} ({worst.subject}, {worst.group})", target.limit])
+    left = len(TARGETS) - measured
+    lines = [
+        f"{met} of {measured} targets of this project are met{f'; {left} were not measured' if left else ''}. stock: the "
+        "original model. none: the `none` encoding. If the interval (95%) contains the bound, the measurement doesn't decide."
+    ]
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 
 

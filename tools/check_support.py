@@ -182,8 +182,8 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     verdicts = list(verdicts)
     verified = {verdict.folder for verdict in verdicts if verdict.verified}
     embedding = {verdict.folder for verdict in verdicts if verdict.embeds_only} - verified
-    more = f"{len(embedding)} more with additive encodings only"
-    return f"{len(verified)} of {len(folders())} model families pass every check, {more}"
+    more = f", {len(embedding)} more with additive encodings only" if embedding else ""
+    return f"{len(verified)} of {len(folders())} model families pass every check{more}"
 
 
 def stock_failures(verdicts: Iterable[Verdict]) -> list[str]:

@@ -435,6 +435,11 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
             encoding("score_bias", *(whole if encoding.observes else (query, key)), context) if "score_bias" in verbs else None,
         ):
             if term is not None:
+                if term.ndim != 4:
+                    raise ValueError(
+                        f"score_bias of {encoding.type!r} returned {tuple(term.shape)}. Return [B, H, Q, K], in which B and H "
+                        "may be 1."
+                    )
                 _check_heads(encoding, term[0], query.shape[1])
                 total = term if total is None else total + term
     if total is not None and context.has_extra_tokens:
