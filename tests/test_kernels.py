@@ -250,8 +250,9 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "mask": torch.ones(2, H, 256, 256, dtype=torch.bool)}),
         ("toeplitz", {"encoding": "alibi", "mask": torch.ones(2, 1, 256, 256, dtype=torch.bool)}),
         ("toeplitz", {"encoding": "alibi", "mask": torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()}),
-        ("toeplitz", {"encoding": "alibi", "mask": right_padded(384), "length": 384}),
-        ("dense", {"encoding": "alibi", "mask": right_padded(383), "length": 383}),
+        ("toeplitz", {"encoding": "alibi", "mask": right_padded(384), "length": 384, "train": True}),
+        ("dense", {"encoding": "alibi", "mask": right_padded(383), "length": 383, "train": True}),
+        ("toeplitz", {"encoding": "alibi", "mask": right_padded(256)}),
         ("blocks", {"encoding": "t5", "mask": right_padded(256), "train": True}),
     ],
 )

@@ -34,7 +34,7 @@ BiasBackend = Literal["dense", "toeplitz", "blocks", "vectors", "heads"]
 MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "vectors": 256, "heads": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 MIN_KEYS_BY_ROW = 384
-"""The same for "toeplitz" if the rows of a batch see different keys, because each of them then needs a separate call."""
+"""The same for "toeplitz" with gradients if the rows of a batch see different keys, which then needs a call for each."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
 FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
@@ -74,7 +74,8 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in call.scoring))
     ):
         spans = _visible_spans(call)
-    if backend == "toeplitz" and spans is not None and len(spans.spans) > 1 and keys < MIN_KEYS_BY_ROW:
+    by_row = backend == "toeplitz" and spans is not None and len(spans.spans) > 1
+    if by_row and torch.is_grad_enabled() and keys < MIN_KEYS_BY_ROW:
         spans = None
     if backend == "heads" and biasing[0].causal_only and spans is not None and not _sees_itself(spans, query.shape[2]):
         spans = None  # Blocks count the keys up to each query.
