@@ -68,9 +68,9 @@ class FIRE(PositionEncoding, type="fire"):
         return self._once_per_pass("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
 
     def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
-        if not self._has_one_normalizer(context):
-            return None
         keys = key.shape[2]
+        if not self._depends_on_distance(keys, context):
+            return None
         values = self._once_per_pass("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
 
         def bias(block: Block) -> Tensor:
@@ -81,12 +81,12 @@ class FIRE(PositionEncoding, type="fire"):
 
         return bias
 
-    def _has_one_normalizer(self, context: PositionContext) -> bool:
-        """Whether all queries of a text have one normalizer, so the bias of consecutive tokens depends only on distance."""
-        positions = context.positions
-        if not self.geometry.is_causal or not context.is_contiguous:
+    def _depends_on_distance(self, keys: int, context: PositionContext) -> bool:
+        """Whether tokens are consecutive, and all queries of a text have one normalizer."""
+        longest = self._longest(keys, context)
+        if not context.is_contiguous or longest.shape[1] == 1:
             return context.is_contiguous
-        return is_readable(positions) and bool((positions <= self._constants()[1]).all())
+        return is_readable(longest) and bool((longest <= self._constants()[1]).all())
 
     def _constants(self) -> tuple[Tensor, Tensor]:
         """c and L."""
@@ -95,7 +95,7 @@ class FIRE(PositionEncoding, type="fire"):
 
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`, in float32 or better."""
-        if not self._has_one_normalizer(context):
+        if not self._depends_on_distance(keys, context):
             return self._mlp(self._ratio(context.distances(keys), self._longest(keys, context)))
         device = context.positions.device
         index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
