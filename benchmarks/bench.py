@@ -85,11 +85,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
     add("--rehearse", action="store_true", help="run all groups of --device cuda once on this CPU, in small, and save nothing")
-    add("--against", metavar="REVISION", help="also measure this commit, and print what is slower or faster than there")
+    add(
+        "--against",
+        metavar="REVISION",
+        help="also measure this commit, and print what is slower or faster than there; at least 5 rounds",
+    )
     add("--rounds", type=int, help="how often each subject is timed; default: 20")
-    add("--warmup", type=int, default=2, help="and run before that")
+    add("--warmup", type=int, default=2, help="untimed runs before that")
     add("--threads", type=int, default=2)
-    add("--clock", choices=("wall", "process"), default="wall", help="process: on a machine that others use, with --threads 1")
+    add(
+        "--clock",
+        choices=("wall", "process"),
+        default="wall",
+        help="process: CPU time, for a machine that others use; requires --threads 1",
+    )
     add("--seed", type=int, default=0)
     add(
         "--output_dir",
@@ -98,7 +107,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
-    add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="the groups so far")
+    add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="finished groups, for --resume")
     add("--v4_env", type=Path, default=ROOT / "build" / "v4", help="the environment with Transformers 4.57, made if missing")
     add(
         "--resume",
@@ -110,18 +119,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.rounds is None:
         arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
     if (arguments.report_only or arguments.docs_file) and not arguments.output_dir:
-        parser.error("--report_only and --docs_file go with --output_dir, where the results are")
+        parser.error("--report_only and --docs_file require --output_dir, where the results are")
     if arguments.against and (arguments.output_dir or arguments.device == "cuda"):
         parser.error("--against prints what has changed on a CPU. Omit --output_dir, --report_only, --docs_file, and --device.")
     if arguments.rehearse and (arguments.device == "cpu" or arguments.output_dir or arguments.against):
         parser.error("--rehearse tries out the measurements of a GPU. Pass --device cuda, and no --output_dir or --against.")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
-        parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
+        parser.error("--rounds and --threads must be at least 1, and --warmup at least 0")
     if arguments.against and arguments.rounds < QUICK_ROUNDS:
         few = f"intervals of --rounds {arguments.rounds} are too narrow to compare"
         parser.error(f"--against needs at least {QUICK_ROUNDS} rounds: {few}")
     if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
-        parser.error("--clock process counts the seconds of all threads: it goes with --threads 1, on a CPU")
+        parser.error("--clock process counts the seconds of all threads, so it requires --threads 1 and a CPU")
     if (
         arguments.device == "cuda"
         and not torch.cuda.is_available()
