@@ -324,7 +324,7 @@ def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable |
             table.values = values.contiguous()
         return table
 
-    if torch.compiler.is_compiling() or any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
+    if torch.compiler.is_compiling() or not all(encoding._is_shared() for encoding in encodings):
         return compute()  # Compilers compute equal tables once, and traced sizes can't be keys.
     key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, spans.is_causal)
     return context.cached(key, compute)
@@ -561,7 +561,7 @@ def biased_mask(call: AttentionCall) -> Tensor | None:
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
     by_content = any(encoding.reads_content for encoding in call.scoring)
-    if by_content or any(encoding.is_trained() or encoding.per_layer for encoding in biasing):
+    if by_content or not all(encoding._is_shared() for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
     # Masks are compared by identity, because models pass the same mask to all layers of a kind.
