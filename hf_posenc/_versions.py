@@ -6,6 +6,8 @@ from importlib import metadata
 from packaging.version import Version
 
 REPOSITORY = "https://github.com/hf-posenc/hf-posenc"
+DOCS = f"{REPOSITORY}/blob/main/docs"
+"""The pages that error messages refer to, which aren't installed."""
 INSTALL = f"pip install git+{REPOSITORY}"
 """How to install the package; a release to PyPI changes it here."""
 TESTED = {"transformers": ("5.15", "6"), "torch": ("2.6", "3")}

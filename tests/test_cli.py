@@ -626,7 +626,7 @@ sys.stderr = sys.stdout
 for words in (["list", "--json"], ["inspect", "nowhere"]):
     sys.argv[1:] = words
     try:
-        runpy.run_module("hf_posenc.cli", run_name="__main__")
+        runpy.run_module("hf_posenc", run_name="__main__")
     except SystemExit as stop:
         print(stop.code, end="\0")
 for name in [name for name in sys.modules if name.startswith("hf_posenc.cli")]:

@@ -101,7 +101,7 @@ def test_trained_without_the_repository(folder, tmp_path):
     shutil.copytree(ROOT / "hf_posenc", tmp_path / "site" / "hf_posenc", ignore=shutil.ignore_patterns("__pycache__"))
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
     texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")
-    command = [sys.executable, "-m", "hf_posenc.cli", "convert", folder / "bert", "relative", *few, *texts_of]
+    command = [sys.executable, "-m", "hf_posenc", "convert", folder / "bert", "relative", *few, *texts_of]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200"}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

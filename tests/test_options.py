@@ -695,6 +695,7 @@ ORDER = [
     {"api"},
     {"compare"},
     {"cli"},
+    {"__main__"},
 ]
 """A package, or a module of the root, imports only from the lines above its own. A new one must be added here."""
 

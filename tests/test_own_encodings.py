@@ -259,6 +259,10 @@ def test_an_encoding_draws_nothing_from_torchs_generator():
             {"distances_bias": lambda self, distance: distance},
             r"Idle.distances_bias is never called \(did you mean 'distance_bias'\?\)",
         ),
+        (
+            {"__init__": lambda self, geometry: None, "distance_bias": lambda self, distance: None},
+            r"Idle.__init__ takes no 'per_layer'. Define it as __init__\(self, geometry, \*\*options\)",
+        ),
         ({"conflict": "rope"}, "Idle.conflict is a str. .*classmethod"),
     ],
 )
@@ -268,12 +272,22 @@ def test_classes_that_would_never_act(own_registry, content, words):
     assert "test-idle" not in hf_posenc.PositionEncoding.registered
 
 
+def test_an_encoding_without_a_mechanism(own_registry):
+    type("Idle", (hf_posenc.PositionEncoding,), {}, type="test-idle")
+    model = stock("bert")
+    with pytest.raises(ValueError, match="'test-idle' overrides none of 'embed', .*'value_bias', so it has no effect"):
+        hf_posenc.patch(model, "test-idle")
+
+
 @pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))])
 def test_modules_that_a_method_would_hide(own_registry, value):
     class Hidden(hf_posenc.PositionEncoding, type="test-hidden"):
         def __init__(self, geometry, **options):
             super().__init__(geometry, **options)
             self.rows = value
+
+        def embed(self, positions):
+            return None
 
     with pytest.raises(ValueError, match=r"Hidden.rows can't.*a parameter: .* such as rows_table"):
         hf_posenc.patch(stock("bert"), "test-hidden")

@@ -195,6 +195,9 @@ def test_encodings_of_a_users_own_are_counted(monkeypatch, per_layer, side):
             super().__init__(geometry, **options)
             self.register_buffer("square", torch.zeros(self.side, self.side))
 
+        def score_bias(self, query, key, context):
+            return None
+
     Squares.per_layer = per_layer
     with Requested() as requested, pytest.raises(ValueError, match=rf"up to \({side}, {side}\), .* at most 1073741824"):
         tiny({"type": "squares", "side": side})

@@ -34,7 +34,7 @@ from hf_posenc.evaluation import terminals
 
 console = Console(soft_wrap=True)
 DEBUG = "--debug"
-WITH_TORCH = ("__main__", "figures", "folders", "texts")
+WITH_TORCH = ("figures", "folders", "texts")
 """Modules that commands import only when they run. The others don't import torch, so help and completion are fast."""
 FOREIGN_CODE = "execute custom code"
 """Part of Transformers' error message for a checkpoint with custom code."""

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc._versions import DOCS
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD
@@ -32,7 +33,7 @@ LENGTHS = (9, 140, 600)
 IMAGES = "pixel_values"
 PAIRED = {"QuestionAnswering": "question from the context", "MultipleChoice": "question from the choice"}
 """Tasks whose inputs are always pairs of texts -> what token types distinguish."""
-PAGE = "docs/guides/export.md lists the encodings that have an equivalent class."
+PAGE = f"{DOCS}/guides/export.md lists the encodings that have an equivalent class."
 
 
 def to_stock(model: Any, *, max_length: int | None = None) -> Any:

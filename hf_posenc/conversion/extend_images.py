@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
+from hf_posenc._versions import DOCS
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.components.vision import interpolation
 from hf_posenc.conversion.extend_tables import with_tables
@@ -52,7 +53,7 @@ class NewSize:
             raise UnsupportedModelError(
                 f"{type(stack).__name__} doesn't read images as a grid of patches with a size in its config",
                 reason="no grid of patches",
-                remedy="Pass larger inputs to the model directly, or see docs/reference/extend_methods.md.",
+                remedy=f"Pass larger inputs to the model directly, or see {DOCS}/reference/extend_methods.md.",
             )
         config = copy.deepcopy(model.config)
         own = same_place(model.config, config, stack.config, projection or "")

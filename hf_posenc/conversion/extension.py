@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
+from hf_posenc._versions import DOCS
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
@@ -166,7 +167,7 @@ def extend(
             return longer
         raise ValueError(
             f"extend() needs a method for an unpatched {type(model).__name__}: {CHOICE} (see "
-            "docs/reference/extend_methods.md). Or switch to an encoding without a length limit: "
+            f"{DOCS}/reference/extend_methods.md). Or switch to an encoding without a length limit: "
             "hf_posenc.patch(model, 'alibi'). For images, pass image_size; for Whisper's encoder, where='encoder'. The "
             "model was not changed."
         )

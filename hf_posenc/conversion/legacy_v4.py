@@ -14,6 +14,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
+from hf_posenc._versions import DOCS
 from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
@@ -137,7 +138,7 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
         raise UnsupportedModelError(
             f"{path} has position_embedding_type={parts[part]!r} in its {part}. from_v4 doesn't support composite models (see "
-            "docs/guides/v4.md). Run it with Transformers 4.57."
+            f"{DOCS}/guides/v4.md). Run it with Transformers 4.57."
         )
     if kind not in V4_RELATIVE:
         raise ValueError(
@@ -147,7 +148,7 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     if model_type not in VERIFIED_TYPES:
         raise UnsupportedModelError(
             f"{path} is a {short_repr(model_type)} model. from_v4 supports only {', '.join(VERIFIED_TYPES)} (see "
-            "docs/guides/v4.md). Run it with Transformers 4.57."
+            f"{DOCS}/guides/v4.md). Run it with Transformers 4.57."
         )
     if (model_type, kind) == ("esm", "relative_key_query"):
         raise UnsupportedModelError(

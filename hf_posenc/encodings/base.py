@@ -158,6 +158,13 @@ class PositionEncoding(nn.Module):
                 f"{cls.__qualname__}.{required[0]} names a file, and paths aren't saved with a model. Give the option a "
                 f"default, such as `{required[0]}: Path | None = None`."
             )
+        accepted = inspect.signature(cls.__init__).parameters
+        refused = sorted({*cls.option_types()} - {*accepted})
+        if refused and all(each.kind is not each.VAR_KEYWORD for each in accepted.values()):
+            raise ValueError(
+                f"{cls.__qualname__}.__init__ takes no {quoted(refused)}. Define it as __init__(self, geometry, **options), "
+                "and pass both to super().__init__."
+            )
         if "forward" in vars(cls):
             raise ValueError(f"{cls.__qualname__} can't define forward, which hf_posenc uses. Choose another name.")
         if "distance_vectors" in vars(cls) and "score_bias" not in cls.mechanisms():
@@ -169,8 +176,7 @@ class PositionEncoding(nn.Module):
                 f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}. It must be a classmethod that takes "
                 "another class and returns why the two can't be combined in one layer, or None."
             )
-        methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
-        for name in methods if not cls.mechanisms() else ():
+        for name in vars(cls) if not cls.mechanisms() else ():
             if hint := did_you_mean(name, MECHANISMS):
                 raise ValueError(f"{cls.__qualname__}.{name} is never called{hint}.")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)

@@ -14,7 +14,8 @@ from hf_posenc.architectures.components.component import UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
-from hf_posenc.encodings import Geometry, build_within_limits
+from hf_posenc.encodings import Geometry, build_within_limits, quoted
+from hf_posenc.encodings.base import MECHANISMS
 from hf_posenc.modeling.install import Parts, acting_in, parts_by_attention, shared_parts, unlike_attentions
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
@@ -22,7 +23,12 @@ STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
 
 
 def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
-    """Raises UnsupportedModelError if an encoding can't be applied as specified, and ValueError for nonexistent layers."""
+    """Raises UnsupportedModelError if an encoding can't be applied as specified, and ValueError for nonexistent layers.
+
+    Also raises ValueError for a custom encoding without mechanisms.
+    """
+    if idle := [name for name, part in spec.parts.items() if name != "none" and not part.mechanisms()]:
+        raise ValueError(f"{idle[0]!r} overrides none of {quoted(MECHANISMS)}, so it has no effect.")
     for structure in stacks:
         own, across, geometry = acting_in(structure, spec)
         if own is not None and own.windows is not None:

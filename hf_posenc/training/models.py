@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import _compat
+from hf_posenc._versions import DOCS
 from hf_posenc.serialization import tokenizer_files
 from hf_posenc.training.flags import DEFAULT_TEXT_LENGTH
 
@@ -165,7 +166,7 @@ def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -
         output = f"{Path(name).name}-{length}"
         command = shlex.join([*extend, "--output-dir", output])
         return f"`{command}` keeps what it has learned. Then set --model_name_or_path {shlex.quote(output)}."
-    return "see docs/reference/extend_methods.md for the methods."
+    return f"see {DOCS}/reference/extend_methods.md for the methods."
 
 
 def warn_of_length(

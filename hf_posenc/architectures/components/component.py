@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-HOSTS_PAGE = "See docs/reference/models.md for supported models and alternatives."
-OWN_PAGE = "See docs/guides/custom_model.md for how to register positions and attention of custom classes."
+from hf_posenc._versions import DOCS
+
+HOSTS_PAGE = f"See {DOCS}/reference/models.md for supported models and alternatives."
+OWN_PAGE = f"See {DOCS}/guides/custom_model.md for how to register positions and attention of custom classes."
 
 
 class UnsupportedModelError(ValueError):
