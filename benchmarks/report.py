@@ -30,7 +30,7 @@ COLUMNS = {
 SHOWN = (
     "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after "
     "4,096 tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak "
-    "memory of a forward pass of 512 tokens without the weights, of which GPT-2 itself needs more than BERT. –: not measured."
+    "memory of a forward pass of 2,048 tokens without the weights, of which GPT-2 itself needs more. –: not measured."
 )
 HEADINGS = {
     "forward": "Whole model, forward",
@@ -220,8 +220,11 @@ def _by_encoding(groups: Groups) -> Iterator[list[str]]:
     yield ["encoding", *shown, "MB"]
     subjects = (subjects for found in shown.values() for subjects in found)
     for encoding in dict.fromkeys(name for each in subjects for name in each if name != STOCK):
-        measured: list[Record] = [next((each[encoding] for each in found if encoding in each), {}) for found in shown.values()]
-        yield [f"`{encoding}`", *map(_to_stock, measured), _number(measured[0].get("peak_mb")) or "–"]
+        measured: Groups = {
+            heading: next((each[encoding] for each in found if encoding in each), {}) for heading, found in shown.items()
+        }
+        peak = measured.get("2,048", {}).get("peak_mb")
+        yield [f"`{encoding}`", *map(_to_stock, measured.values()), _number(peak) or "–"]
 
 
 def _to_stock(record: Record) -> str:

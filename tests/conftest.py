@@ -206,6 +206,7 @@ def as_loud_as_before(monkeypatch):
     monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     yield
-    transformers.logging.set_verbosity(before[0])
+    if transformers.logging.get_verbosity() != before[0]:  # Setting it takes long, because it clears the caches of all loggers.
+        transformers.logging.set_verbosity(before[0])
     if before[1]:
         transformers.logging.enable_progress_bar()

@@ -15,9 +15,9 @@ def poison_empty(setter=setattr):
 def _poisoned(function):
     def poisoned(*args, **kwargs):
         tensor = function(*args, **kwargs)
-        if tensor.is_floating_point() and tensor.device.type != "meta":
-            with torch.no_grad():
-                tensor.fill_(torch.nan)
-        return tensor
+        if tensor.is_meta or not tensor.is_floating_point():
+            return tensor
+        with torch.no_grad():
+            return tensor.fill_(torch.nan)
 
     return poisoned

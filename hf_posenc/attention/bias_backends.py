@@ -34,7 +34,7 @@ BiasBackend = Literal["dense", "toeplitz", "blocks", "vectors", "heads"]
 MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "vectors": 256, "heads": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 MIN_KEYS_BY_ROW = 384
-"""The same for "toeplitz" with gradients if the rows of a batch see different keys, which then needs a call for each."""
+"""The same for "toeplitz" with gradients if the rows of a batch see different keys, because each row needs its own call."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
 FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
