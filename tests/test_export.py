@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import StaticCache
 
 from closeness import LOOSE, assert_close
 from hf_posenc.encodings import PositionContext
-from models import HOSTS, LENGTH, VARIANTS, backends, first, pairs, patched, stock, suits, tokens
+from models import CACHE, HOSTS, LENGTH, VARIANTS, backends, first, pairs, patched, stock, suits, tokens
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
@@ -175,3 +176,15 @@ def test_onnx_fails_beyond_a_table(tmp_path):
     run = check_onnx("bert", "learned+rope+t5+shaw", tmp_path)
     with pytest.raises(Exception, match="out of data bounds"):
         run(padded(2, LENGTH + 2))
+
+
+@pytest.mark.parametrize("encoding", ["fire", "tupe"])
+@torch.no_grad()
+def test_compiled_layers_with_different_numbers_of_keys(encoding):
+    """In a static cache, layers with a sliding window have fewer keys than others, and need a bias of their own."""
+    model = patched("gemma3", encoding, "ForCausalLM", max_length=LENGTH)
+    compiled = torch.compile(model.forward, backend="eager")
+    for length in (11, 9):  # The second one makes the sizes dynamic.
+        cache, other = (StaticCache(model.config, max_cache_len=20) for _ in range(2))
+        ids = tokens(1, length)
+        assert_close(compiled(ids, **{CACHE: cache}).logits, model(ids, **{CACHE: other}).logits)

@@ -1,5 +1,6 @@
 """Encodings defined outside the library."""
 
+import functools
 import math
 import random
 from typing import Annotated
@@ -277,6 +278,68 @@ def test_an_encoding_without_a_mechanism(own_registry):
     model = stock("bert")
     with pytest.raises(ValueError, match="'test-idle' overrides none of 'embed', .*'value_bias', so it has no effect"):
         hf_posenc.patch(model, "test-idle")
+
+
+def test_options_that_are_not_passed_on(own_registry):
+    """The config would store a value that the encoding ignores."""
+
+    class Rate(hf_posenc.PositionEncoding, type="test-rate"):
+        rate: float = 2.0
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry)
+
+        def distance_bias(self, distance):
+            return -self.rate * distance.abs()[None]
+
+    assert hf_posenc.patch(stock("bert"), "test-rate").posenc.rate == 2.0
+    for encoding, option in (("test-rate", {"rate": 3.0}), ("rope+test-rate", {"test-rate__rate": 3.0})):
+        with pytest.raises(ValueError, match=r"Rate.__init__ doesn't pass 'rate' on.*super\(\).__init__\(geometry, \*\*opt"):
+            hf_posenc.patch(stock("bert"), encoding, **option)
+
+
+def test_a_decorated_init_takes_what_the_decorator_takes(own_registry):
+    def with_options(init):
+        @functools.wraps(init)
+        def init_with_options(self, geometry, **options):
+            init(self, geometry, options)
+
+        return init_with_options
+
+    class Decorated(hf_posenc.PositionEncoding, type="test-decorated"):
+        rate: float = 2.0
+
+        @with_options
+        def __init__(self, geometry, options):
+            super().__init__(geometry, **options)
+
+        def distance_bias(self, distance):
+            return -self.rate * distance.abs()[None]
+
+    assert hf_posenc.patch(stock("bert"), "test-decorated", rate=3.0).posenc.rate == 3.0
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "result", "words"),
+    [
+        ("embed", lambda positions: None, r"embed of 'test-idle' returned None. Return \[..., L, 32\]"),
+        ("embed", lambda positions: positions.float(), r"embed of 'test-idle' returned \(1, 32\)"),
+        ("embed", lambda positions: positions[..., None].float(), r"embed of 'test-idle' returned \(1, 32, 1\)"),
+        ("embed", lambda positions: torch.ones(32), r"embed of 'test-idle' returned \(32,\)"),
+        ("rotate", lambda query, key, context: query, r"rotate of 'test-idle' returned \(2, 4, 32, 8\). Return a pair"),
+        ("distance_bias", lambda distance: None, "distance_bias of 'test-idle' returned None. Return a tensor"),
+        ("distance_bias", lambda distance: torch.ones(63, 4), r"\(63, 4\) for 63 distances. Return \[H, N\]"),
+        ("distance_bias", lambda distance: torch.ones(8, 63), "biases for 8 heads. Return 1 or 4"),
+        ("score_bias", lambda query, key, context: None, "score_bias of 'test-idle' returned None"),
+        ("value_bias", lambda weights, context: None, "value_bias of 'test-idle' returned None"),
+    ],
+)
+def test_results_without_an_effect_or_of_another_shape(own_registry, mechanism, result, words):
+    type("Idle", (hf_posenc.PositionEncoding,), {mechanism: lambda self, *args: result(*args)}, type="test-idle")
+    for encoding in ("test-idle", "rope+test-idle"):
+        model = hf_posenc.patch(stock("bert", max_position_embeddings=32), encoding)
+        with pytest.raises(ValueError, match=words):
+            model(tokens(2, 32))
 
 
 @pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))])

@@ -130,6 +130,8 @@ def test_weights_are_those_behind_dropout(host, own_registry):
     seen = []
 
     class Watching(hf_posenc.PositionEncoding, type="watching"):
+        observes = True
+
         def value_bias(self, weights, context):
             seen.append(weights.detach())
 

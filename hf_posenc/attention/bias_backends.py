@@ -350,11 +350,14 @@ def _with_reach(table: DistanceTable, query: Tensor, key: Tensor, scaling: float
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
     """Raises ValueError if a bias doesn't have shape `[1 or H, ...]`."""
-    if bias.shape[0] not in (1, heads):
+    if bias.shape[0] in (1, heads):
+        return
+    if bias.shape[0] == encoding.geometry.num_attention_heads:
         raise ValueError(
             f"The {encoding.type!r} encoding has biases for {bias.shape[0]} heads, but this attention has {heads}, because a "
             "tensor-parallel plan has split them over processes. Use FSDP or DDP, or an encoding that rotates or adds vectors."
         )
+    raise ValueError(f"The {encoding.type!r} encoding returned biases for {bias.shape[0]} heads. Return 1 or {heads}.")
 
 
 def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distances: int, head_dim: int) -> None:
@@ -501,11 +504,12 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
 
 
 def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
-    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for a bias with fewer than two axes."""
+    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for another shape."""
     bias = encoding("distance_bias", distance)
-    if bias is not None and bias.ndim < 2:
+    if bias is not None and bias.shape[1:] != distance.shape:
         raise ValueError(
-            f"distance_bias of {encoding.type!r} returned {tuple(bias.shape)}. Return [H, N], or [1, N] for all heads."
+            f"distance_bias of {encoding.type!r} returned {tuple(bias.shape)} for {len(distance)} distances. Return [H, N], or "
+            "[1, N] for all heads."
         )
     return bias
 

@@ -109,7 +109,7 @@ class PositionEncoding(nn.Module):
     """Whether scores stay the same when all positions of a text shift by the same number. None: True if `distance_bias` is the
     only mechanism."""
     observes: ClassVar[bool] = False
-    """Whether `score_bias` only observes queries and keys, and therefore gets those of extra tokens, too."""
+    """Whether the mechanisms only observe and may return None. `score_bias` then gets queries and keys of extra tokens, too."""
     causal_only: ClassVar[bool] = False
     """Whether the encoding requires causal attention."""
     reads_content: ClassVar[bool] = True
@@ -158,7 +158,7 @@ class PositionEncoding(nn.Module):
                 f"{cls.__qualname__}.{required[0]} names a file, and paths aren't saved with a model. Give the option a "
                 f"default, such as `{required[0]}: Path | None = None`."
             )
-        accepted = inspect.signature(cls.__init__).parameters
+        accepted = inspect.signature(cls.__init__, follow_wrapped=False).parameters
         refused = sorted({*cls.option_types()} - {*accepted})
         if refused and all(each.kind is not each.VAR_KEYWORD for each in accepted.values()):
             raise ValueError(
@@ -226,10 +226,27 @@ class PositionEncoding(nn.Module):
         for module, hook in read:
             hook.pre_forward(module)
         try:
-            return getattr(self, verb)(*args)
+            result = getattr(self, verb)(*args)
         finally:
             for module, hook in read:
                 hook.post_forward(module, None)
+        if not torch.compiler.is_compiling() and self.is_custom() and verb in self.mechanisms() and not self.observes:
+            self._check_result(verb, args, result)
+        return result
+
+    def _check_result(self, verb: str, args: tuple[Any, ...], result: Any) -> None:
+        """Raises ValueError if a mechanism of a custom encoding returns something that would have no effect or a wrong one."""
+        wanted, size = "a tensor", self.geometry.hidden_size
+        if verb == "rotate":
+            wanted, valid = "a pair, (query, key)", isinstance(result, tuple) and len(result) == 2
+        elif verb == "embed":
+            wanted, valid = f"[..., L, {size}]", isinstance(result, Tensor) and result.shape[-1] == size
+            valid = valid and result.ndim == args[0].ndim + (self.axes == 1)
+        else:
+            valid = isinstance(result, Tensor)
+        if not valid:
+            given = tuple(result.shape) if isinstance(result, Tensor) else short_repr(result)
+            raise ValueError(f"{verb} of {self.type!r} returned {given}. Return {wanted}.")
 
     def rebuilt(self) -> "PositionEncoding | None":
         """A new module with the same options. None for a composition, because its parts are built separately."""
@@ -357,19 +374,41 @@ class PositionEncoding(nn.Module):
 
     def _once_per_pass(self, what: str, compute: Callable[[], Any], keys: int, context: PositionContext) -> Any:
         """The result of `compute` for a number of keys, evaluated once for all layers that share it."""
-        # Traced sizes aren't distinguished.
-        known = (self, what, context.first_key, None if torch.compiler.is_compiling() else keys)
-        return context.cached(known, compute) if self._is_shared() else compute()
+        if not self._is_shared():
+            return compute()
+        known: list[tuple[int, Any]] = context.cached((self, what, context.first_key), list)
+        for number, result in known:  # Traced numbers can be compared, but can't be keys.
+            if number == keys:
+                return result
+        known.append((keys, compute()))
+        return known[-1][1]
+
+    @classmethod
+    def built(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
+        """A new module. Raises ValueError if a custom `__init__` doesn't pass its options on."""
+        made = cls(geometry, **options)
+        if cls.is_custom() and made._options != (wanted := cls.checked_options(options)):
+            names = [name for name, value in wanted.items() if (made._options or {}).get(name) != value]
+            raise ValueError(
+                f"{cls.__qualname__}.__init__ doesn't pass {quoted(names)} on, so the value would be ignored. Call "
+                "super().__init__(geometry, **options)."
+            )
+        return made
+
+    @classmethod
+    def is_custom(cls) -> bool:
+        """Whether this class isn't part of this library. In the code saved with a checkpoint, all classes are."""
+        return cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
         """The module that all attentions of an encoder or decoder share. It is a no-op if each attention has its own module."""
-        return PositionEncoding(geometry) if cls.per_layer_parts(options) else cls(geometry, **options)
+        return PositionEncoding(geometry) if cls.per_layer_parts(options) else cls.built(geometry, **options)
 
     @classmethod
     def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> "PositionEncoding | None":
         """The module that belongs to one attention with these parts, if any."""
-        return cls(geometry, **options) if cls.per_layer_parts(options) & {*parts} else None
+        return cls.built(geometry, **options) if cls.per_layer_parts(options) & {*parts} else None
 
     @classmethod
     def per_layer_parts(cls, options: dict[str, Any]) -> set[str]:

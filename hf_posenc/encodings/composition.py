@@ -29,7 +29,7 @@ class Composition(PositionEncoding):
         self.geometry = geometry
         self._options = checked = self.checked_options(options)
         for name, own in checked.items():
-            self.add_module(name, self.parts[name](geometry, **own))
+            self.add_module(name, self.parts[name].built(geometry, **own))
 
     def rebuilt(self) -> None:
         return None

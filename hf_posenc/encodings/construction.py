@@ -35,7 +35,7 @@ def global_rng_lock() -> Iterator[None]:
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
     """One module with all parameters of a canonical dict. Raises ValueError above MAX_VALUES."""
     kind = encoding["type"]
-    (module,) = build_within_limits(kind, lambda: [encoding_class(kind)(geometry, **options_of(encoding))])
+    (module,) = build_within_limits(kind, lambda: [encoding_class(kind).built(geometry, **options_of(encoding))])
     assert module is not None
     return module
 
@@ -81,9 +81,9 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
 
 
 def _is_of_library(encoding: nn.Module | None) -> bool:
-    """Whether an encoding belongs to this library. In the code saved with a checkpoint, all encodings do."""
+    """Whether an encoding and its parts belong to this library."""
     parts = (part for part in encoding.modules() if isinstance(part, PositionEncoding)) if encoding is not None else ()
-    return all(type(part).__module__.rpartition(".")[0] == __name__.rpartition(".")[0] for part in parts)
+    return not any(part.is_custom() for part in parts)
 
 
 def _holds_all(encoding: nn.Module | None) -> bool:

@@ -55,7 +55,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         lambda: [
             encoding.for_stack(geometry, **options),
             *(
-                encoding(own[path], **options) if path in unlike else encoding.for_attention(own[path], parts[path], **options)
+                encoding.built(own[path], **options)
+                if path in unlike
+                else encoding.for_attention(own[path], parts[path], **options)
                 for path in parts
             ),
         ],
