@@ -111,7 +111,7 @@ def text(results: dict[str, Any]) -> str:
                 each.group,
                 each.subject,
                 _measured(each),
-                "met" if each.met else "MISSED",
+                "met" if each.met else "MISSED" if each.missed else "undecided",
             ]
             for each in found
         ]
@@ -190,25 +190,29 @@ def tables(results: dict[str, Any], device: str) -> str:
     if any(name in groups for names in COLUMNS.values() for name in names):
         lines += ["", "### Every encoding", "", SHOWN, "", *_markdown(_by_encoding(groups))]
     if device == "cpu":
-        lines += ["", "### Missed targets", "", *_target_rows(list(verdicts(groups)))]
+        lines += ["", "### Targets that aren't met", "", *_target_rows(list(verdicts(groups)))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _target_rows(found: list[Verdict]) -> list[str]:
-    """The number of targets that are met, and one row for each missed target with its worst subject."""
-    rows, met, measured = [["target", "bound", "worst", "what takes the time"]], 0, 0
+    """The number of targets that are met, and one row for each other target with its worst subject."""
+    rows, met, measured, undecided = [["target", "bound", "worst", "what takes the time"]], 0, 0, 0
     for target in TARGETS:
         mine = [each for each in found if each.target is target]
         measured += bool(mine)
         if all(each.met for each in mine):
             met += bool(mine)
             continue
-        worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
-        rows.append([target.what, target.shown_bound, f"{_measured(worst)} ({worst.subject}, {worst.group})", target.limit])
+        missed = [each for each in mine if each.missed]
+        undecided += not missed
+        worst = (min if target.at_least else max)(missed or mine, key=lambda each: each.value)
+        shown = f"{_measured(worst)} ({worst.subject}, {worst.group})"
+        rows.append([target.what, target.shown_bound, shown, target.limit if missed else "undecided"])
     left = len(TARGETS) - measured
     lines = [
-        f"{met} of {measured} targets of this project are met{f'; {left} were not measured' if left else ''}. stock: the "
-        "original model. none: the `none` encoding. If the interval (95%) contains the bound, the measurement doesn't decide."
+        f"{met} of {measured} targets of this project are met by all subjects{f'; {left} were not measured' if left else ''}. "
+        f"Undecided, because the interval (95%) contains the bound: {undecided}. stock: the original model. none: the `none` "
+        "encoding."
     ]
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 

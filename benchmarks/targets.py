@@ -178,6 +178,12 @@ class Verdict:
     def met(self) -> bool:
         return self.value >= self.target.bound if self.target.at_least else self.value <= self.target.bound
 
+    @property
+    def missed(self) -> bool:
+        """Whether the target isn't met, and the interval doesn't contain the bound."""
+        low, high = self.interval or (self.value, self.value)
+        return not (self.met or low <= self.target.bound <= high)
+
 
 def verdicts(groups: dict[str, Any]) -> Iterator[Verdict]:
     """The verdicts of all targets whose group was measured."""
