@@ -30,7 +30,7 @@ COLUMNS = {
 SHOWN = (
     "Throughput relative to the original model: forward passes by number of tokens, a training step, a step of GPT-2 after "
     "4,096 tokens, and ViT with 576 patches. `cope`, `fox`, and `xpos` are measured in GPT-2, all others in BERT. MB: peak "
-    "memory of a forward pass of 2,048 tokens without the weights, of which GPT-2 itself needs more. –: not measured."
+    "memory of a forward pass of 2,048 tokens without the weights{originals}. –: not measured."
 )
 HEADINGS = {
     "forward": "Whole model, forward",
@@ -188,7 +188,13 @@ def tables(results: dict[str, Any], device: str) -> str:
     groups = results["groups"]
     lines = [f"{machine(results['machine'])}; {results['date']}."]
     if any(name in groups for names in COLUMNS.values() for name in names):
-        lines += ["", "### Every encoding", "", SHOWN, "", *_markdown(_by_encoding(groups))]
+        peaks = [
+            f"{_number(groups[name]['subjects'][STOCK]['peak_mb'])} in the original {title(name, groups[name]).split()[1][:-1]}"
+            for name in COLUMNS["2,048"]
+            if name in groups
+        ]
+        shown = SHOWN.format(originals=f" ({', '.join(peaks)})" if peaks else "")
+        lines += ["", "### Every encoding", "", shown, "", *_markdown(_by_encoding(groups))]
     if device == "cpu":
         lines += ["", "### Targets that aren't met", "", *_target_rows(list(verdicts(groups)))]
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -159,7 +159,11 @@ def _converted(
     of_tokens = reads_tokens(pairs[0].found.stack)
     for name, value, fits in (("texts", data[0], of_tokens), ("inputs", data[1], not of_tokens)):
         if (value is not None) != fits:
-            wanted = "texts, a list of strings" if of_tokens else f"inputs, which are batches of {pairs[0].found.stack.main_input_name!r}"
+            wanted = (
+                "texts, a list of strings"
+                if of_tokens
+                else f"inputs, which are batches of {pairs[0].found.stack.main_input_name!r}"
+            )
             raise ValueError(
                 f"{name}={short_repr(value)[:100]} doesn't fit {type(model).__name__}, which is calibrated on {wanted}. The "
                 "model was not changed."
