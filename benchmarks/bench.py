@@ -1,6 +1,6 @@
 """Measure speed and memory of every encoding, compared with original models, with no encoding, and with other libraries.
 
-    make bench        # the whole grid, with results in scripts/results/ (75 minutes)
+    make bench        # the whole grid, with results in scripts/results/ (2 hours)
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
