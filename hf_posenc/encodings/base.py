@@ -240,8 +240,8 @@ class PositionEncoding(nn.Module):
         if verb == "rotate":
             wanted, valid = "a pair, (query, key)", isinstance(result, tuple) and len(result) == 2
         elif verb == "embed":
-            wanted, valid = f"[..., L, {size}]", isinstance(result, Tensor) and result.shape[-1] == size
-            valid = valid and result.ndim == args[0].ndim + (self.axes == 1)
+            wanted, axes = f"[..., L, {size}]", args[0].ndim + (self.axes == 1)
+            valid = isinstance(result, Tensor) and result.ndim == axes and result.shape[-1] == size
         else:
             valid = isinstance(result, Tensor)
         if not valid:
