@@ -176,7 +176,8 @@ class PositionEncoding(nn.Module):
                 f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}. It must be a classmethod that takes "
                 "another class and returns why the two can't be combined in one layer, or None."
             )
-        for name in vars(cls) if not cls.mechanisms() else ():
+        methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
+        for name in methods if not cls.mechanisms() else ():
             if hint := did_you_mean(name, MECHANISMS):
                 raise ValueError(f"{cls.__qualname__}.{name} is never called{hint}.")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)

@@ -23,9 +23,9 @@ STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
 
 
 def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
-    """Raises UnsupportedModelError if an encoding can't be applied as specified, and ValueError for nonexistent layers.
+    """Raises UnsupportedModelError if an encoding can't be applied as specified.
 
-    Also raises ValueError for a custom encoding without mechanisms.
+    Raises ValueError for nonexistent layers and for an encoding without mechanisms.
     """
     if idle := [name for name, part in spec.parts.items() if name != "none" and not part.mechanisms()]:
         raise ValueError(f"{idle[0]!r} overrides none of {quoted(MECHANISMS)}, so it has no effect.")
