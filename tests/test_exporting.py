@@ -252,8 +252,10 @@ def test_no_equivalent(name, encoding, options, words):
 
 
 def test_pairs_of_texts():
-    with pytest.warns(UserWarning, match="MPNet has no token types"):
-        export("BertForSequenceClassification", "t5")
+    classifier = hf_posenc.patch(tiny("BertForSequenceClassification"), "t5")
+    with pytest.warns(UserWarning, match="MPNet has no token types") as warned:
+        hf_posenc.to_stock(classifier)
+    assert {warning.filename for warning in warned} == {__file__}
     model, stock = export("BertForSequenceClassification", "rope")
     equal(model, stock, token_type_ids=torch.arange(19).ge(9).long().expand(2, -1))
 
@@ -278,6 +280,10 @@ def test_lengths():
     model = hf_posenc.patch(tiny("BertModel"), "t5", max_length=40)
     assert hf_posenc.to_stock(model).config.max_position_embeddings == 42
     assert hf_posenc.to_stock(model, max_length=30).config.max_position_embeddings == 32
+    for short in (1, 2, 3):
+        assert hf_posenc.to_stock(model, max_length=short).config.max_position_embeddings == short + 2
+        same_class = hf_posenc.patch(tiny("BertModel"), "sinusoidal", max_length=short)
+        assert hf_posenc.to_stock(same_class).config.max_position_embeddings == short
     for wrong in (0, -1, 2.5, True, "9"):
         with pytest.raises(ValueError, match=f"max_length={wrong!r}.*at least 1"):
             hf_posenc.to_stock(model, max_length=wrong)

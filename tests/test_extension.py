@@ -108,6 +108,10 @@ def test_a_layer():
         hf_posenc.PositionEmbedding("learned", 8, max_length=5)(inputs)
     with pytest.raises(ValueError, match="learned.*max_length"):
         hf_posenc.extend(hf_posenc.PositionEmbedding("learned", 8, max_length=5), 9)
+    for argument in ({"where": "encoder"}, {"submodel": "text_model"}):
+        for each in (layer, tables):
+            with pytest.raises(ValueError, match=next(iter(argument.values()))):
+                hf_posenc.extend(each, 11, **argument)
 
 
 @pytest.mark.parametrize(

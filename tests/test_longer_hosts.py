@@ -752,6 +752,8 @@ def test_a_sentence_transformer(minilm, method, tmp_path):
     from sentence_transformers import SentenceTransformer
 
     original = SentenceTransformer(minilm, device="cpu")
+    with pytest.raises(ValueError, match="decoder"):
+        hf_posenc.extend(original, 540, method, where="decoder")
     longer = hf_posenc.extend(original, 540, method)
     assert longer.max_seq_length == longer.tokenizer.model_max_length == 540 and original.max_seq_length < 540
     short, long = ["A sentence."], ["word " * 530]

@@ -99,7 +99,7 @@ def convert(
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     some |= {"max_length": max_length, "exportable": exportable}
     some |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
-    converted = hf_posenc.convert(original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), **some)
+    converted = hf_posenc.convert(original.model, chosen, texts=rows, tokenizer=original.tokenizer, **some)
     models = {"calibrated": converted}
     if train_steps:
         models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)
@@ -113,11 +113,6 @@ def convert(
 def _within(model: Any, submodel: str | None) -> Any:
     """The submodel that was converted."""
     return model if submodel is None else model.base_model.get_submodule(submodel)
-
-
-def _only_called(tokenizer: Any) -> Any:
-    """The tokenizer as a function, so that its model_max_length doesn't change."""
-    return None if tokenizer is None else tokenizer.__call__
 
 
 def _distilled(converted: Any, original: "Original", texts: Path, column: str, steps: int, max_length: int | None) -> Any:

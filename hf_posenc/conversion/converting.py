@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import detection, structure
@@ -22,7 +20,6 @@ from hf_posenc.conversion import calibration
 from hf_posenc.conversion.exporting import to_stock
 from hf_posenc.conversion.patching import patch, patched_submodel, refuse, refuse_patched
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
-from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
@@ -78,8 +75,8 @@ def convert(
             `input_features`, or `input_values`), without padding. The first `calibration_texts` calibrate, and the next eight
             measure the agreement. Calibration alone doesn't restore the quality of image models with position embeddings, so
             train them afterwards.
-        tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. Its
-            model_max_length becomes the maximum length of the converted model, with a UserWarning.
+        tokenizer: a tokenizer, or its name or path. None: the tokenizer in the directory from which the model was loaded. It
+            isn't changed: to truncate at the new maximum length, set its model_max_length to `inspect(model).model_max_length`.
         exportable: choose options that have an equivalent class of Transformers, so that `to_stock` can export the result:
             biases shared by all layers. This costs quality (docs/guides/export.md).
         calibration_texts: number of texts to calibrate on.
@@ -95,10 +92,8 @@ def convert(
             `exportable`, the encoding has no equivalent class for this model.
     """
     if is_sentence_transformer(model):
-        # A function, so that only the copy's tokenizer gets another model_max_length.
-        own: Any = model.tokenizer
-        own = own.__call__ if tokenizer is None else tokenizer
-        given = {"texts": texts, "inputs": inputs, "tokenizer": own, "max_length": max_length, "exportable": exportable}
+        tokenizer = model.tokenizer if tokenizer is None else tokenizer
+        given = {"texts": texts, "inputs": inputs, "tokenizer": tokenizer, "max_length": max_length, "exportable": exportable}
         given |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
         change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
@@ -187,8 +182,6 @@ def _converted(
         whole = part.config.position_spec
         own = whole.by_submodel.get(spec.submodel, whole)
         specs.write(part.config, whole.changed(replace(own, calibration=report)))
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched
 
 
@@ -490,14 +483,3 @@ def _install_offsets(stack: Any, shapes: dict[str, tuple[int, ...]]) -> None:
         module = stack.get_submodule(path)
         module.posenc.to(like.device, like.dtype).train(module.training)
         mark(module.posenc)
-
-
-def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
-    if tokenizer.model_max_length < usable:
-        now = str(usable) if usable < VERY_LARGE_INTEGER else "unlimited (to set a limit, pass max_length)"
-        warnings.warn(
-            f"The tokenizer's model_max_length changed from {tokenizer.model_max_length} to {now}, the maximum length of the "
-            "converted model.",
-            stacklevel=3,
-        )
-        tokenizer.model_max_length = usable

@@ -427,7 +427,7 @@ def _check_token_types(model: Any, family: Any, task: str, target: Target) -> No
         warnings.warn(
             f"{target.prefix} has no token types, so its outputs for pairs of texts (token_type_ids of 1) differ from those of "
             "the patched model. For pairs, use the encoding 'rope'.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -532,7 +532,7 @@ def _verify(model: Any, built: Any) -> None:
     if model.main_input_name not in ("input_ids", IMAGES):
         raise _NoEquivalent(f"to_stock can't compare models that read {model.main_input_name}")
     usable = min((each for each in (_usable(model), getattr(built.config, LENGTH_FIELD, None)) if each), default=max(LENGTHS))
-    lengths = sorted({min(length, usable - 2) for length in LENGTHS})
+    lengths = sorted({max(1, min(length, usable - 2)) for length in LENGTHS})
     worst, place = 0.0, ""
     with torch.no_grad():
         for length in lengths:
@@ -584,7 +584,7 @@ def _token_inputs(model: Any, config: Any, generator: torch.Generator, length: i
     more = {"decoder_input_ids": ids[:, : max(2, length // 2)]} if config.is_encoder_decoder else {}
     yield "", {"input_ids": ids, **more}
     mask = torch.ones_like(ids)
-    mask[1, (2 * length) // 3 :] = 0
+    mask[1, 1 + (2 * length) // 3 :] = 0
     yield " padded on the right", {"input_ids": ids.masked_fill(mask == 0, padding), "attention_mask": mask, **more}
     causal = any(module.posenc.geometry.is_causal for module in model.modules() if structure.is_patched(module))
     if causal and not config.is_encoder_decoder:

@@ -136,8 +136,10 @@ def extend(
     if image_size is not None:
         return _with_image_size(model, image_size, submodel, (max_length, method, where))
     if is_sentence_transformer(model):
-        change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, **settings)
+        change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, where=where, **settings)
         return apply_to_sentence_transformer(model, change, longer=True)
+    if isinstance(model, (PositionEmbedding, TokenPositionEmbedding)) and (where or submodel) is not None:
+        raise ValueError(f"{type(model).__name__} has no part {(where or submodel)!r}. Omit where and submodel.")
     if isinstance(model, TokenPositionEmbedding):
         twin = copy.copy(model)
         twin._modules = {**model._modules, "positions": extend(model.positions, max_length, method, **settings)}
