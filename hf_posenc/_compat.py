@@ -159,11 +159,6 @@ def has_adapter_layers(model: nn.Module) -> bool:
     return any(hasattr(module, "adapter_layer_names") for module in model.modules())
 
 
-def weight_conversions(model: Any) -> list[Any]:
-    """The renamings with which a model was loaded. Transformers reverts them when it saves; the list may be changed."""
-    return vars(model).get("_weight_conversions") or []
-
-
 def drop_weight_conversions(model: Any) -> None:
     """Let a model be saved as one that was never loaded: by the default renamings of its model type."""
     vars(model).pop("_weight_conversions", None)

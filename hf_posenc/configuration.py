@@ -338,7 +338,6 @@ class PositionSpec:
         Raises ValueError for anything malformed and for a config that names a file.
         """
         refuse_oversized(given)
-        given = with_current_keys(given)
         placement = {key: given[key] for key in PLACEMENT if key in given} if isinstance(given, dict) else {}
         if isinstance(given, dict):
             given = {key: value for key, value in given.items() if key not in PLACEMENT}
@@ -637,15 +636,6 @@ def make_parts_stock(config: Any) -> None:
             make_stock(part)
 
 
-def with_current_keys(given: Any) -> Any:
-    """A `position_encoding` with the keys of this version. Version 0.1 wrote `host` instead of `original`."""
-    if not isinstance(given, dict) or "host" not in given:
-        return given
-    if "original" in given:
-        raise ValueError("position_encoding has 'host' and 'original', the old and the new name of the same key. Omit 'host'.")
-    return {"original" if key == "host" else key: value for key, value in given.items()}
-
-
 def merged(saved: Any, given: Any) -> Any:
     """The saved `position_encoding`, overridden by the keys passed on loading.
 
@@ -655,7 +645,7 @@ def merged(saved: Any, given: Any) -> Any:
         return saved
     if saved is not None:
         PositionSpec.parse(saved)
-    saved, given = ({"type": each} if isinstance(each, str) else with_current_keys(each) for each in (saved, given))
+    saved, given = ({"type": each} if isinstance(each, str) else each for each in (saved, given))
     if not isinstance(given, dict) or not isinstance(saved, dict):
         return saved if given is None else given
     there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type

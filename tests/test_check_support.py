@@ -1,21 +1,14 @@
-"""The claims about supported models: the script that checks them, its stored output, and the page that quotes it."""
+"""The script that checks the claims about supported models."""
 
-import dataclasses
-import os
-import shutil
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from conftest import ROOT
 from models import slow
 from tools import check_support
-from tools.hosts import checks, inputs, tiny
+from tools.hosts import checks, tiny
 
-KEPT, PAGE = ROOT / "scripts" / "results" / "check_support.txt", ROOT / "docs" / "reference" / "models.md"
 TAKEN = {
     # text encoders
     "bert": "learned",
@@ -67,16 +60,6 @@ TAKEN = {
 """A sample of 40 families: model type and patched submodel -> the positions of the original model."""
 QUICK = ("hy_v4", "yolos", "clip (text_model)")
 """A decoder, a model of images, and a submodel, for `make test`. models.py has none of these architectures."""
-OPEN = {
-    "granite_speech5_ctc",
-    "muse_glimmer_vision",
-    "muse_spark_vision",
-}
-"""Supported model types that fail a check.
-
-Muse Glimmer's assistant compares queries with keys of another model's tokens, so its patched models raise an error. The others
-merge adjacent tokens, in each layer or after the last one, where the check of order can't detect it.
-"""
 REFUSED = {
     "resnet": "no supported positions or attention",
     "fnet": "unsupported attention",
@@ -229,69 +212,3 @@ def test_a_hanging_type_does_not_stop_a_run(tmp_path, monkeypatch):
     assert check_support.Kept(kept.path).verdicts == kept.verdicts
     monkeypatch.setattr(check_support, "state_of_the_code", lambda: "other")
     assert not check_support.Kept(kept.path).verdicts
-
-
-def test_the_pages_quote_the_result():
-    headline, *lines = KEPT.read_text().splitlines()
-    assert all(headline in page.read_text() for page in (ROOT / "README.md", PAGE))
-    assert {line.split()[0] for line in lines if "FAILED" in line} == OPEN
-    assert not any("crashed" in line for line in lines)
-    refused = PAGE.read_text().partition("### Unsupported")[2].partition("\n\n### ")[0].splitlines()
-    remedies = [line.split(" | ")[-1] for line in refused if line.startswith("| ")][1:]
-    assert len(remedies) > 5 and not any(len(remedy) < 12 or "models.md" in remedy for remedy in remedies), remedies
-    rows = check_support.read_csv(KEPT.with_suffix(".csv"))
-    unsupported = [
-        check_support.Verdict(row["model_type"], row["family"], reason=row["reason"])
-        for row in rows
-        if row["support"] == "unsupported"
-    ]
-    listed = {line for line in check_support.tables(unsupported).splitlines() if line.startswith("- ")}
-    assert listed == {line for line in PAGE.read_text().partition("### Unsupported")[2].splitlines() if line.startswith("- ")}
-    assert any(f"inkling (`{each.kind}`)" in line for each in unsupported for line in listed)
-    assert headline.startswith(f"{sum(row['support'] == 'all' for row in rows)} of ") and len(
-        {row["family"] for row in rows}
-    ) == len(rows)
-
-
-def test_changes_since_the_kept_file_are_printed(tmp_path):
-    """For example those of another version of Transformers. Equal rows print nothing."""
-    passed = check_support.Verdict("bert", "bert", source="learned", encodings=checks.ENCODINGS, checks={"cache": "passed"})
-    gone = check_support.Verdict("old", "old", reason="unsupported attention")
-    check_support.write_csv(tmp_path / "kept.csv", check_support.rows([passed, gone]))
-    before = check_support.read_csv(tmp_path / "kept.csv")
-    assert check_support.changes(before, check_support.rows([passed, gone])) == "0 families have changed"
-    failed = dataclasses.replace(passed, checks={"cache": checks.FAILED})
-    lines = check_support.changes(before, check_support.rows([failed, dataclasses.replace(gone, folder="new")])).splitlines()
-    assert lines == [
-        "3 families have changed",
-        "    new: new, unsupported unsupported attention",
-        "    old: no longer there, before: unsupported",
-        "    bert: support 'all' -> 'not verified', cache 'passed' -> 'FAILED'",
-    ]
-
-
-def test_inputs_of_recipes_are_arguments():
-    """Otherwise, a recipe for an unknown type, or an input that no `forward` accepts, would be ignored silently."""
-    assert {*tiny.RECIPES} <= {*check_support.CONFIG_MAPPING}
-    for kind, recipe in tiny.RECIPES.items():
-        known = {"config", "inputs", "class", "architectures", "vectors", "entrance", "stock_fails", "kernel_std"}
-        assert {*recipe} <= known, kind
-        assert {*recipe.get("stock_fails", {})} <= {"eager=sdpa", "padding", "cache"}, kind
-    assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_kept_result_is_what_runs_now(tmp_path):
-    if KEPT.read_text().splitlines()[1] != check_support.packages():
-        pytest.skip("the stored result is from a run with other optional packages")
-    page, docs = tmp_path / "check_support.txt", tmp_path / "hosts.md"
-    shutil.copy(PAGE, docs)
-    command = [sys.executable, "-m", "tools.check_support", "--output_file", page, "--docs_file", docs]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--verdicts_file", tmp_path / "verdicts.jsonl"], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert page.read_text() == KEPT.read_text()
-    assert docs.read_text() == PAGE.read_text()

@@ -86,20 +86,6 @@ def test_missing_and_unexpected_weights(tmp_path, encoding):
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_checkpoint_from_before_these_options(tmp_path):
-    model = patched("bert", "alibi")
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    later = {"inject", "slopes", "sides", "per_layer"}
-    old = {key: value for key, value in config["position_encoding"].items() if key not in later}
-    assert set(old) == {"type", "max_length", "original"}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "position_encoding": old}))
-    again = AutoModel.from_pretrained(tmp_path)
-    assert again.config.position_encoding == model.config.position_encoding
-    assert torch.equal(first(again(tokens())), first(model(tokens())))
-    assert torch.equal(first(hf_posenc.unpatch(again)(tokens())), first(stock("bert")(tokens())))
-
-
 @pytest.mark.parametrize(
     ("host", "auto"),
     [

@@ -125,20 +125,6 @@ def test_positions_count_from_the_first_token():
     torch.testing.assert_close(more, first(decoder(ids))[:, 5:], rtol=1e-4, atol=1e-5)
 
 
-def test_models_with_one_vector_for_all_positions(tmp_path):
-    """Saved before there were ranges."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hf_posenc.modeling.offsets.range_count", lambda length: 1)
-        _, new = convert("bert", "relative", max_distance=REACH)
-    assert new.embeddings.position_embeddings.posenc.weight.ndim == 1
-    expected = first(new.eval()(**batch()))
-    new.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["position_encoding"]["calibration"].pop("ranges") == 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_equal(first(AutoModel.from_pretrained(tmp_path)(**batch())), expected)
-
-
 def test_amount_of_texts():
     """As many texts of as many tokens as asked, by default up to the original's length."""
     texts = [batch(length, 2, seed=length) for length in (10, 14, 24, 20)]

@@ -344,16 +344,6 @@ def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way)
         assert not ways
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_flex_attention_that_takes_no_bias(monkeypatch):
-    """Flex attention of Transformers before 5.14 would ignore a bias, so it raises an error."""
-    monkeypatch.setattr(bias_backends, "FLEX_TAKES_BIASES", False)
-    model = patched("bert", "alibi")
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match=r"ignores the biases of 'alibi'.*'sdpa'.*transformers>=5.14"):
-        model(tokens())
-
-
 @pytest.mark.parametrize(("past", "keys"), [(0, 11), (5, 16)])
 @pytest.mark.parametrize(
     ("encodings", "train", "by_distance"),

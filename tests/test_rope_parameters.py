@@ -119,16 +119,6 @@ def test_where_the_original_rotation_stays(tmp_path):
     assert "replaced" not in saved["position_encoding"] and saved["rope_parameters"]
 
 
-def test_configs_saved_before(tmp_path):
-    """Earlier versions left the parameters in their place."""
-    model = patched("llama", "alibi", rope_parameters=YARN)
-    model.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    saved |= saved["position_encoding"].pop("replaced")
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    assert AutoModel.from_pretrained(tmp_path).config.to_diff_dict() == model.config.to_diff_dict()
-
-
 @pytest.mark.parametrize(
     "value",
     [7, {"vocab_size": {}}, {"rope_parameters": 7}, {"decoder.rope_parameters": {}}, {"hidden_size.rope_parameters": {}}],

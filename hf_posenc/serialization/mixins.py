@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 LABEL = "position_encoding"
 """The metadata entry of a weight file that contains its model's `position_encoding` as JSON."""
-RENAMED = {r"posenc\.host\.": "posenc.original."}
-"""Weight names in checkpoints of version 0.1 -> current names."""
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -119,11 +117,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = kwargs.pop("output_loading_info", False)
-        kwargs["key_mapping"] = {**RENAMED, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        # Otherwise, Transformers would save the weights under the old names.
-        conversions = _compat.weight_conversions(model)
-        conversions[:] = [each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))]
         for kind, remedy in (
             (
                 "missing_keys",
