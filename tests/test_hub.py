@@ -1,6 +1,7 @@
 """push_to_hub with the real client and a Hub on loopback. hub_worker.py pushes in one process and loads in another."""
 
 import json
+import resource
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -303,6 +304,33 @@ def test_offline_a_folder_is_written(tmp_path, monkeypatch, caplog):
     assert where == Path("model") and {"README.md", "config.json", "model.safetensors"} <= set(contents(tmp_path / "model"))
     assert "hf-posenc push model me/model --private --revision=next" in caplog.text
     assert "hf upload me/model model . --private --revision=next" in caplog.text
+
+
+def test_names_notes_and_units_are_pushed_as_they_are(tmp_path):
+    labels = {0: "/r/politics", 1: "C:\\Users\\joe"}
+    notes = ["1,000 tokens /s on /data/a b", "--api-key abc, sk-Proj1234567890abcdefghij"]
+    result = {**EVALUATION["results"][0], "unit": "tokens /s", "metric": "~/mrr"}
+    measured = {"notes": notes, "results": [result], "command": "/home/joe/train.py --hub_token abc"}
+    (tmp_path / "a.svg").write_text("<!-- /home/joe/x -->")
+    model = stock("bert", "ForSequenceClassification", id2label=labels)
+    ready = hf_posenc.push_to_hub(
+        model, "me/model", evaluation=measured, figures=[tmp_path / "a.svg"], save_directory=tmp_path / "ready"
+    )
+    pushed = json.loads((ready / "evaluation.json").read_text())
+    assert pushed["notes"] == notes and pushed["command"] == measured["command"]
+    assert (pushed["results"][0]["unit"], pushed["results"][0]["metric"]) == ("tokens /s", "~/mrr")
+    assert json.loads((ready / "config.json").read_text())["id2label"] == {str(key): name for key, name in labels.items()}
+
+
+def test_a_full_disk_is_an_oserror(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            hf_posenc.push_to_hub(stock("bert"), "me/model", save_directory=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tokenizer_is_pushed_without_code_elsewhere(tmp_path, caplog):

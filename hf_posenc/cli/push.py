@@ -8,9 +8,6 @@ import typer
 from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.output import AsJson, Output
 
-TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
-"""Suffixes of the files of configs and tokenizers. Weights are checked by loading them."""
-
 
 @app.command("push", cls=ModelCommand)
 def push(
@@ -37,7 +34,7 @@ def push(
     """Push a model, its tokenizer, its evaluation, and a model card to the Hub in one commit.
 
     The command also pushes evaluation.json and images from the model's directory, and shows them in the card. It doesn't push
-    other files or links.
+    other files.
 
     The token comes from hf auth login or the environment variable HF_TOKEN. Offline (HF_HUB_OFFLINE=1), the command writes all
     files to a directory and uploads nothing.
@@ -64,16 +61,11 @@ def push(
             f"In Python, call SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})."
         )
     out = Output(as_json)
-    _refuse_foreign_links(folder)
     if is_offline_mode() and save_directory is None and Path(repo_id.rpartition("/")[2]).resolve() == folder.resolve():
         save_directory = Path(f"{folder}-to-push")
     model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION
-    offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]
-    for path in offered:
-        if path.is_symlink() or not path.is_file():
-            out.message(f"{path} isn't a regular file, so it isn't pushed. Copy the file itself into the directory.")
-    files = [path for path in offered if path.is_file() and not path.is_symlink()]
+    figures = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES and path.is_file()]
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
         out.message(f"{card} was written or edited manually, so it isn't pushed. To use it, push it afterwards:")
         out.message(f"  hf upload {repo_id} {card} README.md")
@@ -83,8 +75,8 @@ def push(
         model,
         repo_id,
         tokenizer=tokenizer,
-        evaluation=evaluation if evaluation in files else None,
-        figures=[path for path in files if path != evaluation],
+        evaluation=evaluation if evaluation.is_file() else None,
+        figures=figures,
         private=private,
         revision=revision,
         create_pr=create_pr,
@@ -100,21 +92,3 @@ def push(
     url = str(done.pr_url or done.repo_url)
     out.result(url)
     out.document({"repo_id": repo_id, "pushed": True, "url": url, "commit": done.oid})
-
-
-def _refuse_foreign_links(folder: Path) -> None:
-    """Raises ValueError if a file of the config or tokenizer is a link to a file outside the directory.
-
-    The contents of these files are pushed. In a snapshot of the Hub's cache, links to the cache's blobs are allowed.
-    """
-    from hf_posenc.hub.eval_results import EVALUATION
-
-    inside = [folder.resolve()]
-    if inside[0].parent.name == "snapshots":
-        inside.append(inside[0].parents[1] / "blobs")
-    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-        if path.suffix in TEXTS and path.name != EVALUATION and not any(path.resolve().is_relative_to(root) for root in inside):
-            raise ValueError(
-                f"{path} is a link to {path.resolve()}, which is outside the directory. Nothing was uploaded. To push its "
-                "content, copy the file itself into the directory."
-            )

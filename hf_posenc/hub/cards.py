@@ -278,7 +278,7 @@ def _results(evaluation: dict[str, Any]) -> list[str]:
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for result in evaluation["results"]:
         groups.setdefault(table_key(result), {}).setdefault(result["metric"], []).append(result)
-    lines, left_out = ["## Results"] if groups else [], False
+    lines, left_out = ["## Results"] if groups or evaluation["notes"] else [], False
     for by_metric in groups.values():
         metric = next((each for each in HEADLINE if each in by_metric), next(iter(by_metric)))
         results = by_metric[metric]
@@ -287,8 +287,8 @@ def _results(evaluation: dict[str, Any]) -> list[str]:
         lines += [f"{_cell(results[0]['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
     legend = "The model of this card is in bold." if any(result["this"] for result in evaluation["results"]) else ""
     others = f"[{EVALUATION}]({EVALUATION}) has all metrics, with {UNCORRECTED}." if left_out else ""
-    notes = [" ".join(filter(None, (legend, others))), *evaluation["notes"]]
-    return lines + [line for note in notes if note for line in ("", _cell(note) if note != notes[0] else note)]
+    notes = [" ".join(filter(None, (legend, others))), *map(_cell, evaluation["notes"])]
+    return lines + [line for note in notes if note for line in ("", note)]
 
 
 def _dataset_link(dataset: dict[str, Any]) -> str:

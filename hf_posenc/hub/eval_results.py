@@ -4,7 +4,6 @@ The training scripts write evaluation.json to the model's directory. The model c
 docs/reference/hub.md has an example.
 """
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,7 +78,7 @@ RESULT = {
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:
     """Validate the content of evaluation.json and fill in all missing entries.
 
-    Access tokens and the directories of absolute paths are removed from all texts. Values are rounded to 15 significant digits.
+    Values are rounded to 15 significant digits.
 
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
@@ -98,7 +97,6 @@ def checked_evaluation(evaluation: Any) -> dict[str, Any]:
         ValueError: an entry is missing, unknown, of the wrong type, not finite, or duplicated. The message names it.
     """
     checked = _checked(evaluation, FILE, EVALUATION)
-    checked["notes"] = [*map(_public, checked["notes"])]
     training = checked["training"] = _checked(checked["training"], TRAINING, "training")
     training["datasets"] = [
         _checked(dataset, DATASET, f"training.datasets[{i}]") for i, dataset in enumerate(training["datasets"])
@@ -135,14 +133,13 @@ def _checked(given: Any, entries: dict[str, Entry], where: str) -> dict[str, Any
         if value is not None and not entry.accepts(value):
             raise ValueError(f"{place} has {name} {_shown(value)}, but it must be {entry.allowed}.")
         value = entry.default if value is None else value
-        value = _public(value) if isinstance(value, str) else value
         found[name] = list(value) if isinstance(value, (list, tuple)) else value
     return found
 
 
 def _shown(value: Any) -> str:
     try:
-        text = _without_tokens(repr(value))
+        text = repr(value)
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply"
     except ValueError:  # Python doesn't convert integers of more than 4,300 digits to text
@@ -153,30 +150,6 @@ def _shown(value: Any) -> str:
 def _rounded(value: float) -> float:
     """A value without rounding errors: 0.104 for 0.10400000000000001."""
     return value if isinstance(value, int) else float(f"{value:.15g}")
-
-
-SECRETS = (
-    # Flags (--hub_token, but not --pad_token), environment variables set before the command, and Hub tokens anywhere.
-    r"""\s--?(?:(?:(?:hub|hf|api|auth|access)[_-])?token|[\w-]*(?:api[_-]?key|password|secret))[ =]+('[^']*'|"[^"]*"|\S+)""",
-    r"""\b\w*(?:TOKEN|KEY|PASSWORD|SECRET)=('[^']*'|"[^"]*"|\S+)\s*""",
-    r"\b(?:hf|api_org)_\w*[A-Za-z0-9]{16,}\w*",
-)
-
-
-FOLDERS = r"""(?<![^\s'"=,(\[:])(?:~?/(?:[^\s/'"]+/)*(?=[^\s/'"])|(?:~|[A-Za-z]:)\\(?:[^\s\\'"]+\\)*(?=[^\s\\'"]))"""
-"""The directories of an absolute path, which reveal who trained a model and where."""
-
-
-def _public(text: str) -> str:
-    """A text without access tokens, keys, passwords, and the directories of absolute paths."""
-    return re.sub(FOLDERS, "", _without_tokens(text))
-
-
-def _without_tokens(text: str) -> str:
-    """A text, such as a command line, without access tokens, keys, and passwords."""
-    for secret in SECRETS:
-        text = re.sub(secret, "", text)
-    return text
 
 
 def table_key(result: dict[str, Any]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc import _compat
-from hf_posenc.hub import secret_scan
 from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.hub.commit import Api, PendingCommit, commit_id
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
@@ -89,10 +88,10 @@ def push_to_hub(
         The commit, or the head of the branch if nothing has changed. Offline, the local directory.
 
     Raises:
-        ValueError: the model is incomplete, an argument is invalid, or no token was found. The upload would contain an access
-            token or a local path. `save_directory` contains other files. `private` differs from the existing repository.
-            `revision` is a tag, a commit, or a missing branch for a pull request. The Hub rejects the card's metadata. In
-            all these cases, nothing was uploaded.
+        ValueError: the model is incomplete, an argument is invalid, or no token was found. The upload would contain the token.
+            `save_directory` contains other files. `private` differs from the existing repository. `revision` is a tag, a
+            commit, or a missing branch for a pull request. The Hub rejects the card's metadata. In all these cases, nothing
+            was uploaded.
         huggingface_hub.errors.HfHubHTTPError: the Hub rejected a request, or someone else pushed a commit first. Nothing was
             committed.
         ConnectionError: the Hub can't be reached, or its responses are invalid.
@@ -102,7 +101,6 @@ def push_to_hub(
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer is {tokenizer!r}. Pass a Transformers tokenizer (AutoTokenizer.from_pretrained).")
-    evaluation_file = evaluation
     if evaluation is not None:
         evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
     images = _images(figures)
@@ -133,9 +131,8 @@ def push_to_hub(
             (folder / path).write_text(text, encoding="utf-8")
         for image in images:
             shutil.copyfile(image, folder / image.name)
-        refuse_leaks = partial(secret_scan.refuse, token=token, folders=_folders(model, tokenizer, evaluation_file, images))
-        texts_sent = secret_scan.texts(folder, _files(folder))
-        refuse_leaks({**texts_sent, "README.md": card(repo_id).encode(), "commit_message": message.encode()})
+        if token:
+            _refuse_token(token, folder, message)
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
         if offline:
@@ -171,7 +168,6 @@ def push_to_hub(
             (folder / "README.md").unlink(missing_ok=True)
         else:
             text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
-            refuse_leaks({"README.md": text.encode()})
             (folder / "README.md").write_text(text, encoding="utf-8")
         additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
         deletions = [CommitOperationDelete(path) for path in stale]
@@ -209,11 +205,12 @@ def _checked_token(token: str | None) -> str | None:
     return token
 
 
-def _folders(model: Any, tokenizer: Any, evaluation: Any, images: Iterable[Path]) -> list[str]:
-    """The local directories from which the parts of a push were loaded."""
-    loaded = [str(part.name_or_path) for part in (model, tokenizer) if getattr(part, "name_or_path", None)]
-    files = [Path(file) for file in (*images, *([] if isinstance(evaluation, dict | None) else [evaluation]))]
-    return [folder for folder in (*loaded, *(str(file.parent) for file in files)) if os.path.isdir(folder)]
+def _refuse_token(token: str, folder: Path, message: str) -> None:
+    """Raises ValueError if the commit message or a file, other than weights, contains the token of the push."""
+    contents = {name: (folder / name).read_bytes() for name in _files(folder) if not name.endswith(".safetensors")}
+    for name, content in {"commit_message": message.encode(), **contents}.items():
+        if token.encode() in content:
+            raise ValueError(f"{name} contains your Hub token, so nothing was uploaded. Remove the token, and revoke it.")
 
 
 def _files(folder: Path) -> list[str]:
