@@ -95,15 +95,6 @@ def is_compiled(model: Any) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
-def attention_and_logsumexp(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of SDPA's CPU kernel, `[B, H, Q, E]`, and the logarithms of its denominators, `[B, H, Q, 1]`."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, logarithms = kernel(query, key, value, attn_mask=mask, scale=scaling)
-    return output, logarithms[..., None]
-
-
 def local_tensor(tensor: Any) -> Any:
     """This rank's part of a distributed tensor (DTensor). Any other tensor is returned unchanged."""
     return getattr(tensor, "_local_tensor", tensor)

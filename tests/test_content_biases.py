@@ -22,7 +22,6 @@ import hf_posenc
 import oracles
 from closeness import assert_close
 from hf_posenc.encodings import CrossContext, PositionContext
-from hf_posenc.encodings.block_bias import Block
 from models import CACHE, LENGTH, first, patched, randomize_encoding, stock, tiny, tokens
 from oracles import context_of, in_pieces, padded, random
 
@@ -514,17 +513,11 @@ def test_fire_in_encoders(positions, keys):
 
 @pytest.mark.parametrize("threshold", [5.5, 6.5, 7.5, 40.0])
 def test_fire_in_decoders_by_distance(threshold):
-    """Up to the threshold, all queries have one normalizer, and blocks of the bias are parts of one row."""
-    encoding, positions, states = double("fire", width=7), [list(range(8))], torch.zeros(1, H, 8, E).double()
+    """Up to the threshold, all queries have one normalizer."""
+    encoding, positions = double("fire", width=7), [list(range(8))]
     with torch.no_grad():
         encoding.logarithms[1] = math.log(threshold)
-    actual, context = bias_of(encoding, positions), context_of(encoding, positions)
-    assert_fire(encoding, actual, positions, positions, lambda b, i: i)
-    by_block = encoding("block_bias", states, states, context)
-    assert (by_block is None) == (threshold < 7)
-    if by_block is not None:
-        block = Block(0, slice(1, 3), slice(2, 6), slice(1, 8), states[0, 1:3, 2:6], states[0, 1:3, 1:8], torch.ones(4, 3), 1.0)
-        assert_close(by_block(block), actual[0, 1:3, 2:6].flip(-1)[..., 1:8], rtol=1e-10)
+    assert_fire(encoding, bias_of(encoding, positions), positions, positions, lambda b, i: i)
 
 
 @pytest.mark.parametrize("queries", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[7]]])

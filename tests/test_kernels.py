@@ -14,10 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posenc
 from closeness import assert_close, assert_equal
 from hf_posenc import _compat
-from hf_posenc.attention import bias_backends, blockwise, dispatch, head_blocks
+from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
-from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class, tupe
+from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from models import CACHE, CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
 from oracles import gradients, padded, random
 
@@ -226,18 +226,6 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("blocks", {"encoding": "transformer_xl", "dropout": 0.1, "train": True}),
         ("dense", {"encoding": "transformer_xl", "length": 255}),
         ("dense", {"encoding": "transformer_xl", "query": 1, "key": 300, "past": 299}),
-        ("vectors", {"encoding": "tupe"}),
-        ("vectors", {"encoding": "tupe", "train": True, "causal": True}),
-        ("vectors", {"encoding": "tupe", "keys": torch.arange(256)[None]}),
-        ("vectors", {"encoding": "tupe", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
-        ("dense", {"encoding": "tupe", "mask": torch.zeros(2, 1, 256, 256)}),
-        ("dense", {"encoding": "tupe", "length": 255}),
-        ("dense", {"encoding": "tupe", "query": 1, "key": 300, "past": 299}),
-        ("dense", {"encoding": "tupe", "dropout": 0.1, "train": True}),
-        ("dense", {"encoding": "tupe", "aside": (1, 0)}),
-        ("dense", {"encoding": "tupe", "device": "meta"}),
-        ("heads", {"encoding": "fox", "causal": True}),
-        ("heads", {"encoding": "fire"}),
         ("dense", {"encoding": "fire", "train": True}),
         ("dense", {"encoding": "fox", "causal": True, "train": True}),
         ("dense", {"encoding": "cope", "causal": True, "length": 255}),
@@ -258,7 +246,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
 )
 def test_the_way_at_its_borders(way, arguments):
     found, seen = choose(**arguments)
-    assert found == way and (seen is None) == (way in ("dense", "vectors"))
+    assert found == way and (seen is None) == (way == "dense")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -289,16 +277,15 @@ def test_a_window_of_keys_is_no_stretch_of_all():
 
 
 def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
-    for name, describes in (("shaw", "has_distance_vectors"), ("tupe", "has_score_vectors")):
-        base = hf_posenc.list_encodings()[name]
+    base = hf_posenc.list_encodings()["shaw"]
 
-        class Doubled(base, type="doubled-in-test"):
-            def score_bias(self, query, key, context):
-                return 2 * super().score_bias(query, key, context)
+    class Doubled(base, type="doubled-in-test"):
+        def score_bias(self, query, key, context):
+            return 2 * super().score_bias(query, key, context)
 
-        assert getattr(base, describes)() and not getattr(Doubled, describes)()
-        assert not getattr(hf_posenc.list_encodings()["alibi"], describes)()
-        assert choose("doubled-in-test") == ("dense", None)
+    assert base.has_distance_vectors() and not Doubled.has_distance_vectors()
+    assert not hf_posenc.list_encodings()["alibi"].has_distance_vectors()
+    assert choose("doubled-in-test") == ("dense", None)
 
 
 @pytest.fixture
@@ -376,9 +363,6 @@ def always(monkeypatch):
     monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
-    monkeypatch.setattr(head_blocks, "CAUSAL_QUERIES", 4)
-    monkeypatch.setattr(head_blocks, "QUERIES", 4)
-    monkeypatch.setattr(tupe, "STORED", 0)
     for way in bias_backends.MIN_KEYS_FOR_BACKEND:
         monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
     monkeypatch.setattr(bias_backends, "MIN_KEYS_BY_ROW", 2)
@@ -386,19 +370,15 @@ def always(monkeypatch):
 
 ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned"}
 ASYMMETRIC = {"type": "alibi", "sides": "asymmetric", "per_layer": True}
-UNTIED = {"type": "tupe", "untie_cls": True}
 BIASED = [*BIASING, "shaw+alibi", "transformer_xl+t5", "t5+relative", "rope+t5"]
 DENSE = [
-    name
-    for name in BIASING
-    if "score_bias" in (kind := encoding_class(name)).mechanisms()
-    and not (kind.has_distance_vectors() or kind.has_score_vectors() or kind.has_block_bias())
+    name for name in BIASING if "score_bias" in (kind := encoding_class(name)).mechanisms() and not kind.has_distance_vectors()
 ]
-"""Encodings with a bias by content or absolute position in none of three other forms. They always use a dense bias."""
+"""Encodings with a bias by content or absolute position that isn't by distance. They always use a dense bias."""
 
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
-PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, UNTIED, *BUCKETS)]
+PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, *BUCKETS)]
 PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama"), on=("bert", "gpt2", "llama"))]
 
 
@@ -427,63 +407,12 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
             assert_close(first(model(tokens(2)[:, 4:], **{CACHE: before.past_key_values})), whole[:, 4:])
 
 
-@pytest.mark.parametrize("together", [1, 2, 5])
-@pytest.mark.parametrize("seen", ["all", "right padding", "left padding", "hidden row", "causal"])
-@pytest.mark.parametrize(
-    ("encoding", "scale", "options"),
-    [
-        *(("fox", scale, {}) for scale in (0.1, 3.0, 30.0)),  # gates that are open, that forget within a block, and closed
-        *(("cope", 1.0, {"max_position": most}) for most in (2, 3, 64)),
-        ("fire", 1.0, {}),
-    ],
-)
-@torch.no_grad()
-def test_heads_in_blocks_against_all_scores_at_once(monkeypatch, always, encoding, scale, options, seen, together):
-    """Attention in float32 with the bias of each block agrees with attention in float64 with the bias of all pairs."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: together)
-    queries, keys = 11, 13 if seen == "causal" else 11
-    cls = hf_posenc.list_encodings()[encoding]
-    module = cls(Geometry(H * E, H, E, max_length=keys, is_causal=cls.causal_only), **options)
-    for number, parameter in enumerate(module.parameters()):
-        parameter.copy_(random(*parameter.shape, seed=50 + number, dtype=torch.float32) * scale)
-    states = [random(2, H, length, E, seed=number, dtype=torch.float32) for number, length in enumerate((queries, keys, keys))]
-    spans = SEEN[seen](queries, keys)
-    if cls.causal_only:
-        spans = replace(spans, is_causal=True, shift=keys - queries)
-    past = keys - queries
-    context = PositionContext(module, torch.arange(past, keys)[None], past, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
-    bias = module("block_bias", states[0], states[1], context)
-    found = head_blocks.attention(*states, spans, 0.5, bias).transpose(1, 2)
-    query, key, value = (each.double() for each in states)
-    whole = module.double()("score_bias", query, key, replace(context, computed={}))
-    shown = torch.zeros(2, 1, queries, keys, dtype=torch.bool)
-    for first_row, last_row, begin, end in spans.spans:
-        for i in range(queries):
-            shown[first_row:last_row, 0, i, begin : min(end, i + past + 1) if spans.is_causal else end] = True
-    expected = (query @ key.mT * 0.5 + whole).masked_fill(~shown, -torch.inf).softmax(-1) @ value
-    real = expected.isfinite()
-    assert found.isfinite().all() and real.any()
-    if seen == "right padding":  # Queries in the padding see sums over other padding.
-        real[1, :, keys - 3 :] = False
-    torch.testing.assert_close(found.double()[real], expected[real], rtol=1e-5, atol=3e-6)
-
-
-@torch.no_grad()
-def test_a_causal_mask_leaves_the_values_that_layers_share(always):
-    module = hf_posenc.list_encodings()["fire"](Geometry(H * E, H, E)).double()
-    states = [random(2, H, 11, E, seed=number) for number in range(3)]
-    context = PositionContext(module, torch.arange(11)[None], 0, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
-    bias = module("block_bias", states[0], states[1], context)
-    before, _, after = (head_blocks.attention(*states, SEEN[seen](11, 11), 0.5, bias) for seen in ("all", "causal", "all"))
-    assert before.equal(after)
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
 @pytest.mark.parametrize("case", [*SEEN, "scattered positions"])
-@pytest.mark.parametrize(("encoding", "way"), [("transformer_xl", "blocks"), ("tupe", "vectors")])
-def test_products_with_vectors_in_each_precision(always, ways, encoding, way, case, dtype, limit):
+def test_products_with_vectors_in_each_precision(always, ways, case, dtype, limit):
     """Outputs and gradients agree with attention in float64 with the bias of all pairs. All queries have one head of keys."""
-    cls, (queries, keys) = hf_posenc.list_encodings()[encoding], (7, 13) if case == "causal" else (11, 11)
+    cls = hf_posenc.list_encodings()["transformer_xl"]
+    queries, keys = (7, 13) if case == "causal" else (11, 11)
     module = cls(Geometry(H * E, H, E, max_length=40))
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
@@ -492,7 +421,6 @@ def test_products_with_vectors_in_each_precision(always, ways, encoding, way, ca
     past, there = keys - queries, None
     if case == "scattered positions":
         there = torch.stack([torch.arange(keys) * 3, torch.arange(keys).flip(0)])
-        way = "dense" if way == "blocks" else way
     here = torch.arange(past, keys)[None] if there is None else there
     context = PositionContext(module, here, past, torch.zeros(1, 1).long(), there, scaling=0.3)
     shown = torch.ones(2, 1, queries, keys, dtype=torch.bool)
@@ -513,39 +441,9 @@ def test_products_with_vectors_in_each_precision(always, ways, encoding, way, ca
             output = biased(leaves, shown, module, its, scaling=0.3)
         leaves = [*leaves, *module.parameters()]
         results.append([output[sees], *torch.autograd.grad(output[sees].double().square().sum(), leaves)])
-    assert {*ways} == {way}
+    assert {*ways} == {"dense" if case == "scattered positions" else "blocks"}
     for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= limit * expected.norm()
-
-
-@torch.no_grad()
-def test_a_small_bias_that_layers_share_is_stored(always, monkeypatch):
-    """Only if layers don't share it, or it is large, the vectors are faster."""
-    index = torch.arange(11)[None]
-    for stored, per_layer, expected in ((H * 121, False, True), (H * 121 - 1, False, False), (H * 121, True, False)):
-        monkeypatch.setattr(tupe, "STORED", stored)
-        module = hf_posenc.list_encodings()["tupe"](Geometry(H * E, H, E, max_length=11), per_layer=per_layer)
-        context, states = PositionContext(module, index, 0, torch.zeros(1, 1).long(), scaling=0.5), random(1, H, 11, E)
-        assert (module("score_vectors", states, states, context) is None) == expected
-        with torch.enable_grad():
-            assert module("score_vectors", states, states, context)[0].requires_grad
-
-
-def test_fox_omits_keys_that_are_forgotten():
-    """Half of a token is forgotten at each step, so that few of 600 keys have a weight, and no weight is subnormal."""
-    module = hf_posenc.list_encodings()["fox"](Geometry(H * E, H, E, is_causal=True))
-    torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
-    states, widths = random(2, H, 600, E, dtype=torch.float32), []
-    context = PositionContext(module, torch.arange(600)[None], 0, torch.zeros(1, 1, dtype=torch.long), scaling=0.5)
-
-    def watched(block):
-        widths.append((found := bias(block)).shape[-1])
-        return found
-
-    with torch.no_grad():
-        bias = module("block_bias", states, states, context)
-        head_blocks.attention(states, states, states, SEEN["causal"](600, 600), 0.5, watched)
-    assert max(widths) < head_blocks.CAUSAL_QUERIES + 150 < 600
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -572,30 +470,7 @@ def test_values_are_as_wide_as_wider_keys(monkeypatch, host, train):
         assert_close(*grads, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("aside", [(1, 0), (0, 2), (2, 1)])
-@pytest.mark.parametrize("kind", ["alibi", "relative"])
-@torch.no_grad()
-def test_extra_tokens_beside_a_distance_bias(always, monkeypatch, kind, aside, dtype):
-    """Attention to patches and to tokens without a position agrees with a dense bias. ALiBi is also tried with steep slopes."""
-    for scale in (1.0, 300.0):
-        module = hf_posenc.list_encodings()[kind](Geometry(H * E, H, E))
-        for parameter in module.parameters():
-            parameter.copy_(random(*parameter.shape, seed=5) * scale)
-        query, key, value = (random(2, H, 11, E, seed=seed).to(dtype) for seed in range(3))
-        context = PositionContext(module, torch.arange(11 - sum(aside))[None], 0, torch.zeros(1, 1).long(), scaling=0.5)
-        context.patches = PatchLayout(aside)
-        call = AttentionCall(SimpleNamespace(), query, key, value, None, [module], context, False, {"scaling": 0.5})
-        found = bias_backends._around_extra_tokens(call, 0.5)
-        bias = bias_backends.score_bias([module], query, key, context).double()
-        expected = (query.double() @ key.double().mT * 0.5 + bias).softmax(-1) @ value.double()
-        limit = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
-        torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=limit, atol=limit)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True), ("transformer_xl", True), ("tupe", True)]
-)
+@pytest.mark.parametrize(("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True), ("transformer_xl", True)])
 def test_autocast(always, ways, encoding, train):
     model = patched("bert", encoding).train(train)
     for module in model.modules():
@@ -932,8 +807,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("host", "encoding", "train"),
     [
-        *[("bert", "t5", True), ("bert", "relative_key_query", True), ("bert", "transformer_xl", True), ("bert", "tupe", True)],
-        *[("llama", "alibi", False), ("llama", "shaw", False), ("llama", "transformer_xl", False), ("llama", "tupe", True)],
+        *[("bert", "t5", True), ("bert", "relative_key_query", True), ("bert", "transformer_xl", True)],
+        *[("llama", "alibi", False), ("llama", "shaw", False), ("llama", "transformer_xl", False)],
     ],
 )
 def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):

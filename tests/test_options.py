@@ -784,7 +784,7 @@ def test_import_order():
 
 
 FOUNDATION = [
-    *("options", "mapped_tables", "context", "table_interpolation", "frequency_rules", "block_bias", "base"),
+    *("options", "mapped_tables", "context", "table_interpolation", "frequency_rules", "base"),
     *("composition", "registry", "determinism", "construction", "rotation", "tables", "catalog"),
 ]
 """The modules of encodings/ that aren't encodings. Each imports only from those to its left."""

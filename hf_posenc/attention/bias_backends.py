@@ -5,8 +5,6 @@
 - toeplitz: for biases that depend only on distance. SDPA reads the bias from a view of one row `[H, Q + K - 1]`, with the
   keys in reverse order.
 - blockwise: for biases with gradients, or that depend on distance and content (`PositionEncoding.distance_vectors`).
-- vectors: for biases that are products of vectors (`PositionEncoding.score_vectors`), which are appended to queries and keys.
-- heads: for biases without gradients that the encoding computes by block (`PositionEncoding.block_bias`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
 """
@@ -30,8 +28,8 @@ from hf_posenc.attention.dispatch import AttentionCall, Function, with_weights
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
-BiasBackend = Literal["dense", "toeplitz", "blocks", "vectors", "heads"]
-MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256, "vectors": 256, "heads": 256}
+BiasBackend = Literal["dense", "toeplitz", "blocks"]
+MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256}
 """The minimum number of keys for which a backend is faster than the dense one (`scripts/bench.py`)."""
 MIN_KEYS_BY_ROW = 384
 """The same for "toeplitz" with gradients if the rows of a batch see different keys, because each row needs its own call."""
@@ -48,21 +46,10 @@ CAUSAL_QUERIES = 256
 def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | None]:
     """The backend for the biases of a call under SDPA, and the keys that queries see, if the backend needs them."""
     biasing, query, keys, context, spans = call.biasing, call.query, call.key.shape[2], call.context, None
-    if (
-        len(biasing) == 1
-        and biasing[0].has_score_vectors()
-        and _reads_views(query)
-        and keys >= MIN_KEYS_FOR_BACKEND["vectors"]
-        and not (call.dropout or context.has_extra_tokens)
-        and (call.mask is None or call.mask.dtype == torch.bool)
-    ):
-        return "vectors", None
     backend: BiasBackend = "toeplitz"
     # With dropout, SDPA computes all scores. Gradient checkpointing first runs without gradients, then with the same dropout.
     if call.scoring or call.dropout or any(encoding.is_trained() for encoding in biasing):
         backend = "blocks"
-    if len(biasing) == 1 and biasing[0].has_block_bias() and not (torch.is_grad_enabled() or call.dropout):
-        backend = "heads"
     if (
         _reads_views(query)
         and keys >= MIN_KEYS_FOR_BACKEND[backend]
@@ -71,20 +58,13 @@ def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | Non
         and not context.has_extra_tokens
         and isinstance(context.past, int)
         and len(call.scoring) <= 1
-        and (backend == "heads" or all(encoding.has_distance_vectors() for encoding in call.scoring))
+        and all(encoding.has_distance_vectors() for encoding in call.scoring)
     ):
         spans = _visible_spans(call)
     by_row = backend == "toeplitz" and spans is not None and len(spans.spans) > 1
     if by_row and torch.is_grad_enabled() and keys < MIN_KEYS_BY_ROW:
         spans = None
-    if backend == "heads" and biasing[0].causal_only and spans is not None and not _sees_itself(spans, query.shape[2]):
-        spans = None  # Blocks count the keys up to each query.
     return (backend, spans) if spans is not None else ("dense", None)
-
-
-def _sees_itself(spans: VisibleSpans, queries: int) -> bool:
-    """Whether each query sees its own key, and none after it."""
-    return spans.is_causal and all(end >= queries + spans.shift for _, _, _, end in spans.spans)
 
 
 def _reads_views(query: Tensor) -> bool:
@@ -124,16 +104,9 @@ def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) 
     """The output `[B, Q, H, E]` by a backend that stores no bias on all pairs of tokens. None if none supports the call."""
     if torch.compiler.is_compiling():
         return _in_compiled_code(function, call)
-    output = _around_extra_tokens(call, scaling)
-    if output is not None:
-        return output
     backend, spans = select_backend(call)
-    if backend == "vectors":
-        return _by_vectors(call, scaling)
     if spans is None or (backend == "blocks" and _blockwise() is None):
         return None
-    if backend == "heads":
-        return _by_heads(call, spans, scaling)
     table = _distance_table(call, spans)
     if table is None:
         return None
@@ -185,72 +158,6 @@ def _in_compiled_code(function: Function, call: AttentionCall) -> Tensor | None:
         return None
     bias = table.window(0, query.shape[2], keys)
     return function(call.module, query, call.key.flip(2), call.value.flip(2), bias, **call.options)[0]
-
-
-def _around_extra_tokens(call: AttentionCall, scaling: float) -> Tensor | None:
-    """The output `[B, Q, H, E]` for a distance bias between patches. Extra tokens have none, so a view of one row lacks them.
-
-    Attention to patches and to extra tokens is computed separately, and combined by the sums of their weights. None if this
-    isn't supported, or with gradients.
-    """
-    query, context = call.query, call.context
-    before, after = context.extra_tokens
-    patches = query.shape[2] - before - after
-    if not (
-        context.has_extra_tokens
-        and call.mask is None
-        and not (call.is_causal or call.dropout or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        and _reads_views(query)
-        and query.shape == call.key.shape == call.value.shape
-        and patches >= MIN_KEYS_FOR_BACKEND["toeplitz"]
-        and context.is_contiguous
-        and context.past == 0
-        and not call.scoring
-    ):
-        return None
-    parts = [each.split([before, patches, after], dim=2) for each in (query, call.key, call.value)]
-    inner, own_key, own_value = (middle for _, middle, _ in parts)
-    extra, extra_key, extra_value = (torch.cat([first, last], dim=2) for first, _, last in parts)
-    spans = VisibleSpans(((0, len(query), 0, patches),))
-    table = _distance_table(replace(call, query=inner, key=own_key, value=own_value), spans)
-    assert table is not None
-    bias = _with_reach(table, inner, own_key, scaling).window(0, patches, patches)
-    near, of_patches = _compat.attention_and_logsumexp(inner, own_key.flip(2), own_value.flip(2), bias, scaling)
-    far, of_extra = _compat.attention_and_logsumexp(inner, extra_key, extra_value, None, scaling)
-    share = torch.sigmoid(of_extra - of_patches)
-    output = query.new_empty(len(query), query.shape[2], *query.shape[1::2]).transpose(1, 2)
-    output[:, :, before : before + patches] = torch.lerp(near.to(share.dtype), far.to(share.dtype), share)
-    of_all = F.scaled_dot_product_attention(extra, call.key, call.value, scale=scaling)
-    output[:, :, :before], output[:, :, before + patches :] = of_all.split([before, after], dim=2)
-    return output.transpose(1, 2)
-
-
-def _by_vectors(call: AttentionCall, scaling: float) -> Tensor | None:
-    """The output `[B, Q, H, E]` of SDPA for queries and keys that end with vectors. None if the encoding returns no vectors."""
-    query, key, value = call.query, call.key, call.value
-    vectors = call.biasing[0]("score_vectors", query, key, call.context)
-    if vectors is None:
-        return None
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    query, key = (
-        torch.cat([states, more.to(states.dtype).expand(len(states), -1, -1, -1)], dim=-1)
-        for states, more in ((query, vectors[0] / scaling), (key, vectors[1]))
-    )
-    width, causal = value.shape[-1], call.is_causal and call.mask is None
-    value = F.pad(value, (0, max(query.shape[-1] - width, 0)))  # Otherwise, SDPA would compute all scores.
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=call.mask, scale=scaling, is_causal=causal)
-    return output[..., :width].transpose(1, 2).contiguous()
-
-
-def _by_heads(call: AttentionCall, spans: VisibleSpans, scaling: float) -> Tensor | None:
-    """The output `[B, Q, H, E]`. None if the encoding doesn't compute its bias by block."""
-    from hf_posenc.attention import head_blocks
-
-    with _outside_autocast(call) as call:
-        query, heads = call.query, call.query.shape[1]
-        key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (call.key, call.value))
-        bias = call.biasing[0]("block_bias", query, key, call.context)
-        return None if bias is None else head_blocks.attention(query, key, value, spans, scaling, bias)
 
 
 def padded_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:

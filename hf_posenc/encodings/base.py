@@ -17,7 +17,6 @@ from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, did_you_mean, names_files, quoted, short_repr
 
 if TYPE_CHECKING:
-    from hf_posenc.encodings.block_bias import BlockBias
     from hf_posenc.encodings.mapped_tables import StoredTensor
     from hf_posenc.encodings.table_interpolation import Extension
 
@@ -325,22 +324,6 @@ class PositionEncoding(nn.Module):
     def check_values(self) -> None:
         """Raises ValueError if values are missing that this class can't compute. Called when a model needs them."""
 
-    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> "BlockBias | None":
-        """Returns a function that computes `score_bias` by block, or None if this isn't faster. Gradients aren't needed.
-
-        Attention calls it on a CPU for consecutive positions, if no other encoding adds a bias. It has as many heads for keys
-        as for queries.
-        """
-        return None
-
-    def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
-        """Vectors of queries and keys whose products are `score_bias`, or None if computing the bias is faster.
-
-        Their shapes are `[1 or B, H, Q, S]` and `[1 or B, H, K, S]`, of any size S. Attention calls it on a CPU, if no other
-        encoding adds a bias and no token is without a position.
-        """
-        return None
-
     def rows(self, distance: Tensor) -> Tensor | None:
         """Parameter index for each signed distance, `[N] -> [N]` integers. None if no parameters belong to distances."""
         return None
@@ -462,22 +445,8 @@ class PositionEncoding(nn.Module):
     @classmethod
     def has_distance_vectors(cls) -> bool:
         """Whether `distance_vectors` describes `score_bias`, that is, no subclass overrides only the latter."""
-        return cls._describes_score_bias("distance_vectors")
-
-    @classmethod
-    def has_block_bias(cls) -> bool:
-        """Whether `block_bias` describes the whole bias, that is, no subclass adds to `score_bias` or overrides only that."""
-        return cls._describes_score_bias("block_bias") and "distance_bias" not in cls.mechanisms()
-
-    @classmethod
-    def has_score_vectors(cls) -> bool:
-        """Whether `score_vectors` describes the whole bias."""
-        return cls._describes_score_bias("score_vectors") and "distance_bias" not in cls.mechanisms()
-
-    @classmethod
-    def _describes_score_bias(cls, method: str) -> bool:
-        last = next(base for base in cls.__mro__ if {method, "score_bias"} & {*vars(base)})
-        return last is not PositionEncoding and method in vars(last)
+        last = next(base for base in cls.__mro__ if {"distance_vectors", "score_bias"} & {*vars(base)})
+        return last is not PositionEncoding and "distance_vectors" in vars(last)
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any]:

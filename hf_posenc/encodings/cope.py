@@ -7,12 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import GreaterThan
-
-NEAR = 3
-"""A chunk has this number of keys per counted position, besides those of the block's own queries."""
 
 
 class CoPE(PositionEncoding, type="cope"):
@@ -55,32 +51,3 @@ class CoPE(PositionEncoding, type="cope"):
         products = (query @ self.weight.to(query.dtype).T * context.scaling).to(precise)
         below, above = (products.gather(-1, each.long()) for each in (position.floor(), position.ceil()))
         return torch.lerp(below, above, position.frac())
-
-    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias:
-        context.counted_keys(query.shape[2], key.shape[2], self.type)  # All keys between consecutive positions count.
-        last, precise = self.max_position - 1, torch.promote_types(query.dtype, torch.float32)
-        values = (query @ self.weight.to(query.dtype).T * context.scaling).to(precise)  # [B, H, Q, max_position]
-        slopes = values.diff(dim=-1, append=values[..., -1:])
-
-        def bias(block: Block) -> Tensor:
-            """Keys are processed in chunks, from the last one, until all queries have counted max_position - 1."""
-            own, slope = block.of(values, block.queries), block.of(slopes, block.queries)
-            keys = block.key.shape[1]
-            found = own.new_empty(*own.shape[:2], keys)
-            size, counted = own.shape[1] + NEAR * self.max_position, found.new_zeros(())
-            for start in range(0, keys, size):
-                if start and counted.amin() >= last:
-                    found[..., start:] = own[..., -1:]
-                    break
-                chunk = slice(start, start + size)
-                gates = block.products(chunk).sigmoid_()
-                if not start:
-                    gates[..., : block.ceiling.shape[1]] *= block.ceiling > 0  # Keys that a query doesn't see don't count.
-                gates[..., 0] += counted
-                position = gates.cumsum_(-1)
-                counted = position[..., -1].clone()
-                index = position.clamp_(max=last).long()
-                torch.addcmul(own.gather(-1, index), slope.gather(-1, index), position.frac_(), out=found[..., chunk])
-            return found
-
-        return bias

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc._compat import is_readable
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.block_bias import Block, BlockBias
 from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
 from hf_posenc.encodings.options import GreaterThan
 
@@ -66,20 +65,6 @@ class FIRE(PositionEncoding, type="fire"):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
         return self._once_per_pass("bias", lambda: self._bias(query.shape[2], keys, context), keys, context)
-
-    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias | None:
-        keys = key.shape[2]
-        if not self._depends_on_distance(keys, context):
-            return None
-        values = self._once_per_pass("values", lambda: self._values(query.shape[2], keys, context).flip(-1), keys, context)
-
-        def bias(block: Block) -> Tensor:
-            queries, keys = block.query.shape[1], block.key.shape[1]
-            start = block.queries.start + block.keys.start
-            view = block.of(values, slice(start, start + queries + keys - 1)).unfold(-1, keys, 1)
-            return view.contiguous() if block.ceiling.numel() else view
-
-        return bias
 
     def _depends_on_distance(self, keys: int, context: PositionContext) -> bool:
         """Whether tokens are consecutive, and all queries of a text have one normalizer."""

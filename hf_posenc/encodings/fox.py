@@ -8,13 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.block_bias import Block, BlockBias, reach
 from hf_posenc.encodings.context import PositionContext
 
 LASTING = 16.0, 1024.0
 """Number of tokens after which the first and the last head retain 1/e, before training."""
-PRECISE = 32.0
-"""Up to this range, float32 biases within a block of queries may be relative to one query. Their errors are below 2e-6."""
 
 
 class FoX(PositionEncoding, type="fox"):
@@ -55,26 +52,6 @@ class FoX(PositionEncoding, type="fox"):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         at_queries, at_keys = self._sums(query, key, context)
         return (at_queries[..., None] - at_keys[..., None, :]).to(torch.promote_types(query.dtype, torch.float32)).clamp(max=0)
-
-    def block_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> BlockBias:
-        assert isinstance(context.scaling, float)
-        at_queries, at_keys = self._sums(query, key, context)
-        at_keys, least = at_keys.flip(-1), -reach(query, key, context.scaling)
-        precise = torch.promote_types(query.dtype, torch.float32)
-
-        def bias(block: Block) -> Tensor:
-            """Relative to the first query, because softmax ignores a bias that all keys of a query share."""
-            queries, keys = block.of(at_queries, block.queries), block.of(at_keys, block.keys)
-            relative = queries[:, :1] - keys
-            forgotten = relative < least[block.row, block.heads, None]
-            count = max(1, int((~forgotten).sum(-1).amax()))  # The weights of earlier keys are negligible.
-            keys, relative, forgotten = keys[:, None, :count], relative[:, None, :count], forgotten[:, None, :count]
-            if (queries[:, 0] - queries[:, -1]).amax() > PRECISE:
-                relative = queries[..., None] - keys
-            found = relative.to(precise)
-            return found if len(found) == 1 else found.masked_fill_(forgotten, torch.finfo(precise).min)
-
-        return bias
 
     def _sums(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
         """The sum of log f up to each query, `[B, H, Q]`, and up to each key, `[B, H, K]`, in float64."""

@@ -7,9 +7,6 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 
-STORED = 2**22
-"""The maximum number of elements of a bias that all layers share. Above it, `score_vectors` are faster in each layer."""
-
 
 class TUPE(PositionEncoding, type="tupe"):
     """bias[h, i, j] = (p_i U_Q[h]) · (p_j U_K[h]) / √(2E), added to the scaled scores: positions interact only with positions,
@@ -56,17 +53,6 @@ class TUPE(PositionEncoding, type="tupe"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         return self._once_per_pass("bias", lambda: self._bias(key.shape[2], context), key.shape[2], context)
-
-    def score_vectors(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor] | None:
-        elements = query.shape[1] * query.shape[2] * key.shape[2]
-        if self.untie_cls or (self._is_shared() and elements <= STORED):
-            return None
-
-        def compute() -> tuple[Tensor, Tensor]:
-            queries, places = self._queries(key.shape[2], context)
-            return queries, self._projected(places, self.key_weight)
-
-        return self._once_per_pass("vectors", compute, key.shape[2], context)
 
     def _queries(self, keys: int, context: PositionContext) -> tuple[Tensor, Tensor]:
         """The vectors of queries, `[1 or B, H, Q, E]`, and the rows of keys in the table, `[1 or B, K]`."""

@@ -79,13 +79,11 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
 def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> list[str]:
     """The hf-posenc modules that compute the attention of these encodings.
 
-    Additive and most rotary encodings need none. `blockwise` is needed only if biases have parameters or depend on content, and
-    `head_blocks` if they are computed by block.
+    Additive and most rotary encodings need none. `blockwise` is needed only if biases have parameters or depend on content.
     """
     found: list[str] = []
     for cls, options in encodings:
         found += [f"{PACKAGE}.attention.bias_backends"] * cls.changes_head_dim
-        found += [f"{PACKAGE}.attention.head_blocks"] * cls.has_block_bias()
         if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.mechanisms()):
             found.append(f"{PACKAGE}.attention.bias_backends")
             try:
