@@ -184,7 +184,7 @@ RUNS_IT = {
     "attention": ("custom", "dispatch"),
     "architectures": ("components.component", "structure"),
     "modeling": ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids"),
-    "serialization": ("copies", "interrupted", "mixins"),
+    "serialization": ("copies", "mixins"),
 }
 """The modules that each checkpoint carries, whatever its encoding. None of them detects components, starts processes, rewrites
 sources, or saves what isn't in memory.
@@ -210,7 +210,7 @@ def test_only_what_is_needed_is_saved(bare):
     assert (folder / "calibrated" / f"{copy_of('architectures.contributions')}").is_file()
     assert (folder / "images" / f"{copy_of('architectures.own_tokens')}").is_file()
     needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_compat", "_versions", "configuration"}
-    needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
+    needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "mixins"))}
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in needed}
 
 

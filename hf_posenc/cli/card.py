@@ -28,7 +28,6 @@ def card(
     from hf_posenc.hub.cards import replaceable
     from hf_posenc.serialization import atomic
 
-    atomic.recover(folder)
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:
         raise ValueError(f"{output} was written or edited manually, so it was not changed. Choose another --output.")

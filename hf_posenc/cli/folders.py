@@ -64,12 +64,8 @@ class Original:
 
 
 def load(model: str) -> Any:
-    """A sentence-transformers model if that package is installed and the model is one. Otherwise, a Transformers model.
-
-    If a save into its directory was interrupted, it is completed or undone first.
-    """
+    """A sentence-transformers model if that package is installed and the model is one. Otherwise, a Transformers model."""
     check_there(model)
-    atomic.recover(model)
     sentences = _load_sentences(model)
     return load_model(model) if sentences is None else sentences
 
@@ -80,7 +76,6 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
     Raises ValueError if it contains them for other options.
     """
     check_there(model)
-    atomic.recover(model)
     kind = read_config(model, subfolder=_subfolder(model)).get("position_embedding_type")
     if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
         return False
@@ -269,27 +264,23 @@ def _reader(model: PreTrainedModel) -> Report:
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Raises ValueError if the command can't write to the output directory. Call it before any expensive step.
-
-    If a save into the directory was interrupted, it is completed or undone first.
-    """
-    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"{there} is a file. Choose another --output-dir.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there} isn't writable. Change its permissions, or choose another --output-dir.")
-    atomic.recover(output_dir)
-    if not output_dir.exists() or not atomic.entries(output_dir):
+    """Raises ValueError if the command can't write to the output directory. Call it before any expensive step."""
+    parent = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{parent} is a file. Choose another --output-dir.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{parent} isn't writable. Change its permissions, or choose another --output-dir.")
+    if not (there := _entries(output_dir)):
         return
     if not overwrite:
         raise ValueError(f"{output_dir} isn't empty. Choose another --output-dir, or replace its model with --overwrite.")
-    if not (output_dir / "config.json").is_file():
+    if not any(_of_model(output_dir, path.name) for path in there):  # after an interrupted save, config.json is missing
         raise ValueError(f"{output_dir} contains no model, and --overwrite replaces only models. Choose another --output-dir.")
 
 
 def _obsolete(output_dir: Path, new: list[str]) -> list[str]:
     """The files of the previous model that the new one doesn't replace."""
-    names = [path.name for path in atomic.entries(output_dir) if _of_model(output_dir, path.name)]
+    names = [path.name for path in _entries(output_dir) if _of_model(output_dir, path.name)]
     replaced = {name.partition("/")[0] for name in new}
     within = [path for name in names if MODULE.fullmatch(name) and name in replaced for path in (output_dir / name).rglob("*")]
     files = [path.relative_to(output_dir).as_posix() for path in within if path.is_file() or path.is_symlink()]
@@ -306,5 +297,10 @@ def _of_model(output_dir: Path, name: str) -> bool:
     return MODEL_FILES.fullmatch(name) is not None
 
 
+def _entries(folder: Path) -> list[Path]:
+    """The content of a directory, without the cache in which new files are staged. Empty if it doesn't exist."""
+    return sorted(path for path in folder.iterdir() if path.name != atomic.CACHE) if folder.is_dir() else []
+
+
 def _inodes(folder: Path) -> dict[str, int]:
-    return {path.name: path.lstat().st_ino for path in atomic.entries(folder)} if folder.is_dir() else {}
+    return {path.name: path.lstat().st_ino for path in _entries(folder)}

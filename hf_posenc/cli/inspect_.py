@@ -25,11 +25,9 @@ def inspect(
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
     import hf_posenc
-    from hf_posenc.serialization import atomic
     from hf_posenc.serialization.saved_files import check_there
 
     check_there(model)
-    atomic.recover(model)
     out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)
     out.result(str(report))
     out.document(asdict(report))

@@ -49,12 +49,10 @@ def push(
     from hf_posenc.hub.cards import replaceable
     from hf_posenc.hub.eval_results import EVALUATION
     from hf_posenc.hub.push import IMAGES
-    from hf_posenc.serialization import atomic
     from hf_posenc.serialization.saved_files import check_there
     from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
     check_there(folder)
-    atomic.recover(folder)
     if (folder / "modules.json").exists():
         raise ValueError(
             f"{folder} is a SentenceTransformer, and this command would push it without its other modules (such as pooling). "

@@ -225,7 +225,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     def read(path: str) -> str:
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
 
-    present = [path for path in _files(keep_in) if not path.startswith(atomic.PREFIX)]
+    present = [path for path in _files(keep_in) if not path.startswith(atomic.CACHE)]
     new = [*_files(folder), "README.md"]
     kept, stale = earlier_push(present, read, new)
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")

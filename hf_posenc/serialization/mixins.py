@@ -22,7 +22,6 @@ from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, initialize_missing, is_marked, mark, portable
 from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
-from hf_posenc.serialization.interrupted import CONFIG, refuse_interrupted
 
 if TYPE_CHECKING:
     from hf_posenc.encodings.mapped_tables import StoredTensor
@@ -42,14 +41,13 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if not IS_COPY:
-            from hf_posenc.serialization.saving import config_files, replaced
+            from hf_posenc.serialization.saving import config_files
 
             files = config_files(self)
-            with replaced(save_directory) as folder:
-                for name, text in files.items():
-                    (folder / name).write_text(text, encoding="utf-8")
-                return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
-        if self.position_encoding is not None:
+            os.makedirs(save_directory, exist_ok=True)
+            for name, text in files.items():
+                Path(save_directory, name).write_text(text, encoding="utf-8")
+        elif self.position_encoding is not None:
             spec = PositionSpec.parse(self.position_encoding)
             for cls in (part for each in spec.all_encodings for part in each.parts.values()):
                 if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
@@ -88,7 +86,6 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        refuse_interrupted(config_dict)
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": None if encoding is None else cls._from_code(encoding)}
@@ -194,7 +191,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
 
 def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
-    from hf_posenc.serialization.saving import replaced
+    from hf_posenc.serialization.atomic import replaced
 
     return replaced(directory)
 
@@ -271,14 +268,13 @@ def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
-    """Raises ValueError for weight files of an interrupted save, of several saves, or of another encoding than the config's.
+    """Raises ValueError for weight files of several saves, or of another encoding than the config's.
 
     If no file has a label, they load, because other tools omit labels. Options may differ from the label, because they can be
     edited in the config.
     """
     labels = {str(file): _metadata(file).get(LABEL) for file in files}
     for file, label in labels.items():
-        refuse_interrupted(Path(file).with_name(CONFIG))
         if label is not None and _type(label) != encoding["type"]:
             raise ValueError(
                 f"{file} was saved with the {_type(label)!r} encoding, but its config names {encoding['type']!r}. Restore "

@@ -7,7 +7,6 @@ from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import portable
 from hf_posenc.serialization import remote_code
-from hf_posenc.serialization.atomic import replaced as replaced
 from hf_posenc.serialization.copies import ENTRY
 from hf_posenc.serialization.user_code import is_ours
 

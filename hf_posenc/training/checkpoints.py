@@ -1,6 +1,6 @@
 """Checkpoint directories that are complete or absent, even after a killed process, a full disk, or an interrupted copy.
 
-A directory is written under a hidden name, flushed to disk, and renamed. Its manifest is written last and lists every file
+A directory is written under a hidden name and renamed. Its manifest is written last and lists every file
 with its size.
 """
 
@@ -39,14 +39,13 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
     _together(accelerator, folder.parent, atomic.new_directory(folder), fill, finish, f"{folder} can't be written", kept)
 
 
-def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
-    """Replace files in `output_dir` with those that `fill` writes on all processes: all of them or none, `last` at the end.
+def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None]) -> None:
+    """Replace the model in `output_dir` with the files that `fill` writes on all processes.
 
     Raises SystemExit if they can't be written.
     """
-    refusal = f"The model can't be written to {output_dir}"
-    writer = atomic.replaced(output_dir, last=last, flush=True)
-    _together(accelerator, output_dir, writer, fill, lambda _: None, refusal, "The checkpoints were not changed.")
+    refusal, kept = f"The model can't be written to {output_dir}", "The checkpoints were not changed."
+    _together(accelerator, output_dir, atomic.replaced(output_dir), fill, lambda _: None, refusal, kept)
 
 
 def _together(
@@ -117,11 +116,11 @@ def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
     keep_last: the number of newest checkpoints to keep. None keeps all.
     """
     for leftover in output_dir.glob(".*_*"):
-        if NAMES.fullmatch(leftover.name[1:].removesuffix("-old")):
+        if NAMES.fullmatch(leftover.name[1:]):
             shutil.rmtree(leftover)
     complete = list(found(output_dir))
     kept, old = complete[:keep_last], complete[keep_last:] if keep_last else []
     wanted = {best, *(about["best_step"] for _, about in kept)}
     for folder in [*(folder for folder, _ in old), *output_dir.glob("best_*")]:
         if not (folder.name.startswith("best_") and int(folder.name.removeprefix("best_")) in wanted):
-            atomic.remove_directory(folder)
+            shutil.rmtree(folder)

@@ -53,10 +53,11 @@ def finish(
         elif accelerator.is_main_process:
             shutil.copytree(best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoints.MANIFEST))
         if accelerator.is_main_process:
-            records.write(folder / f"{name}.json", record)
             records.write(folder / records.FILE, records.of_training(record, kind.__name__))
 
-    checkpoints.replace(accelerator, output_dir, fill, last=f"{name}.json")
+    checkpoints.replace(accelerator, output_dir, fill)
+    if accelerator.is_main_process:
+        records.write(output_dir / f"{name}.json", record)  # the last file, so it shows that the model is complete
     speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "already finished"
     accelerator.print(f"{record['steps']} steps in {record['seconds']} s ({speed})")
     accelerator.print(f"Model, tokenizer, and {name}.json were saved to {output_dir}.")
