@@ -1,6 +1,7 @@
 """hf-posenc convert"""
 
 import copy
+import json
 import subprocess
 import sys
 import tempfile
@@ -71,8 +72,9 @@ def convert(
     A sentence-transformers model keeps its modules, pooling, and lengths.
 
     At the end, the command compares retrieval with the original, the calibrated, and the trained model. All models answer the
-    same queries: those of --queries, or sentences from the texts. The original reads texts beyond its maximum length truncated
-    and chunked.
+    same queries: those of --queries, or sentences from the last half of the texts (at most 200). These texts, or the documents
+    of --queries, aren't used for calibration and training. The original reads texts beyond its maximum length truncated and
+    chunked.
 
     Example:
     [bold]hf-posenc convert bert-base-uncased relative --texts my.jsonl --max-length 2048 --output-dir bert-2048[/]
@@ -96,13 +98,16 @@ def convert(
     chosen = given_encoding(encoding, option or [])
     # Raises an error for too few queries before the calibration.
     stock = _within(original.model, submodel)
-    asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
+    held_out = dict.fromkeys([pair.document for pair in pairs[:DOCUMENTS]] or rows[-min(DOCUMENTS, len(rows) // 2) :])
+    asked = _questions(out, stock, original.tokenizer, [*held_out], pairs) if compare else None
+    if asked and not (rows := [text for text in rows if text not in held_out]):
+        raise ValueError("All texts are documents of --queries, and no text is left for calibration. Add others to --texts.")
     some |= {"max_length": max_length, "exportable": exportable}
     some |= {"calibration_texts": calibration_texts, "calibration_length": calibration_length}
     converted = hf_posenc.convert(original.model, chosen, texts=rows, tokenizer=original.tokenizer, **some)
     models = {"calibrated": converted}
     if train_steps:
-        models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)
+        models["trained"] = _distilled(converted, original, rows, train_steps, max_length)
     saved = save(out, [*models.values()][-1], original, output_dir, submodel)
     if asked:
         models = {name: _within(model, submodel) for name, model in models.items()}
@@ -115,7 +120,7 @@ def _within(model: Any, submodel: str | None) -> Any:
     return model if submodel is None else model.base_model.get_submodule(submodel)
 
 
-def _distilled(converted: Any, original: "Original", texts: Path, column: str, steps: int, max_length: int | None) -> Any:
+def _distilled(converted: Any, original: "Original", texts: list[str], steps: int, max_length: int | None) -> Any:
     """A copy of the converted model, trained by hf_posenc.training.distill in a separate process.
 
     The process prints its progress and errors. Raises ValueError if it fails.
@@ -128,12 +133,13 @@ def _distilled(converted: Any, original: "Original", texts: Path, column: str, s
     sentences = not isinstance(converted, PreTrainedModel)
     usable = hf_posenc.inspect(original.model).max_length
     with tempfile.TemporaryDirectory() as folder:
-        calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
+        calibrated, made, rows = Path(folder, "calibrated"), Path(folder, "trained"), Path(folder, "texts.jsonl")
         write(converted, original, calibrated)
+        rows.write_text("\n".join(json.dumps({"text": text}) for text in texts))
         command = [sys.executable, "-m", "hf_posenc.training.distill", "--max_train_steps", str(steps)]
         command += ["--model_name_or_path", str(calibrated)]
         # "=", because a name can begin with a dash.
-        command += [f"--teacher={original.name}", f"--train_file={texts}", f"--text_column={column}"]
+        command += [f"--teacher={original.name}", "--train_file", str(rows)]
         if usable is not None:
             command += ["--text_length", str(min(TEXT_LENGTH, usable))]
             command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
@@ -167,9 +173,8 @@ def _questions(
         return None
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} of your queries find their documents"
-    # Calibration uses texts from the beginning, so the comparison uses the last ones.
     try:
-        return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+        return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts)
     except ValueError as error:
         raise ValueError(f"{error} Or omit the comparison (--no-compare).") from error
 
