@@ -262,6 +262,25 @@ def test_passkeys_by_greedy_decoding(causal, monkeypatch):
     assert f"Passkeys need inputs of at least {least} tokens" in said
 
 
+def test_passkeys_at_one_depth_are_one_observation(causal):
+    """Their prompts differ only in the key, so more keys don't narrow the interval."""
+
+    model, tokenizer = copy.deepcopy(causal.models["endless"]), causal.tokenizer
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids([*"0123456789"]))
+
+    def half_blind(model, args, inputs, output):
+        """Only keys in the second half are found."""
+        for row, logits in zip(inputs["input_ids"], output.logits, strict=True):
+            key = torch.isin(row, digits).nonzero()[:5, 0]
+            logits.zero_()[range(5), row[key]] = float(key[0] > len(row) / 2)
+
+    model.register_forward_hook(half_blind, with_kwargs=True)
+    length = passkeys.least_length(tokenizer) + 60
+    few, many = (passkeys.evaluate({"model": (model, tokenizer)}, [length], keys)[length]["model"] for keys in (2, 8))
+    assert 0 < few.accuracy == many.accuracy < 1 and (few.keys, many.keys) == (10, 40)
+    assert many.interval == pytest.approx(few.interval)
+
+
 def test_all_tokens_of_a_key_count():
     """Keys may have different numbers of tokens."""
     asked = [((5, 6, 7), (1, 2)), ((5, 6, 8, 9), (3,)), ((5, 6, 7), (1, 4)), ((7, 6, 9, 9), (4,))]

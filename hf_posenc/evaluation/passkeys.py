@@ -147,7 +147,7 @@ def found(model: PreTrainedModel, prompts: Sequence[Passkey]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PasskeyAccuracy:
-    """The share of keys that a model finds at one length, with its 95% interval.
+    """The share of keys that a model finds at one length, with its 95% interval, in which a depth is one observation.
 
     by_depth: depth as a share of the filler -> share of keys.
     difference: from the first model on the same keys. None for the first model, or if it doesn't support the length.
@@ -179,7 +179,8 @@ def evaluate(
                 bar.update(keys)
     first, results = next(iter(models)), dict[int, dict[str, PasskeyAccuracy]]()
     for length, name in runs:
-        own, base, groups = np.concatenate(values[length, name]), values.get((length, first)), np.arange(len(DEPTHS) * keys)
+        own, base = np.concatenate(values[length, name]), values.get((length, first))
+        groups = np.repeat(np.arange(len(DEPTHS)), keys)  # prompts at one depth differ only in their keys
         gap = None if base is None or name == first else metrics.difference(own, np.concatenate(base), groups)
         results.setdefault(length, {})[name] = PasskeyAccuracy(
             *metrics.share(own, groups),
