@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, BertTokenizer
 import hf_posenc
 from closeness import assert_equal
 from conftest import ROOT, run_python
-from hf_posenc.evaluation import metrics, model_comparison
+from hf_posenc.evaluation import model_comparison
 from hf_posenc.evaluation.retrieval import Embedder
 from models import LENGTH, patched, stock
 from test_cli import run
@@ -119,7 +119,7 @@ def test_a_command(folder, tmp_path, training):
     assert f"32 questions: a sentence from beyond its first {LENGTH} tokens finds its text" in words
     ways = ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated", "trained")
     assert all(f" {way} " in words for way in ways)
-    assert "128 tokens" in said and re.search(r"At 128 .*\(MRR [+-]0\.\d{3} \[", words)
+    assert "128 tokens" in said
 
 
 def test_with_questions_of_ones_own(folder, tmp_path):
@@ -189,37 +189,17 @@ def test_compared_with_each_use_of_the_original(folder):
     original, converted = embedder(stock("bert"), folder), embedder(model, folder)
     pairs = [model_comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
     found = model_comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
-    assert list(found.rows[16]) == ["original", "calibrated"]
-    assert list(found.rows[32]) == [
+    assert list(found[16]) == ["original", "calibrated"]
+    assert list(found[32]) == [
         *(f"original, {how}" for how in ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")),
         "calibrated",
     ]
     asked, documents = converted([pair.query for pair in pairs]), converted([" ".join(p.document.split()) for p in pairs])
     assert asked.shape == documents.shape
-    assert found.rows[32]["calibrated"].difference is None
-    truncated = found.rows[32]["original, truncated at 24"]
-    gap = found.rows[32]["calibrated"].score.mrr - truncated.score.mrr
+    assert found[32]["calibrated"].difference is None
+    truncated = found[32]["original, truncated at 24"]
+    gap = found[32]["calibrated"].score.mrr - truncated.score.mrr
     assert truncated.difference.value == pytest.approx(gap)
-    assert found.verdict.startswith("At 16 tokens the calibrated model has ") and "; at 32 " in found.verdict
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
-    [(0.9, 0.4, "it is better than the original in every use"), (0.4, 0.9, "the original does better"), (0.5, 0.5, "no diff")],
-)
-def test_verdict(ours, theirs, words):
-    def row(value, difference=None):
-        return model_comparison.Row(metrics.Score(value, (0, 1), value, (0, 1), 9), difference)
-
-    gap = ours - theirs
-    difference = metrics.Difference(gap, (gap - 0.1, gap + 0.1), 9)
-    rows = {
-        16: {"original": row(0.8, difference), "new": row(0.6)},
-        32: {"original, max": row(theirs, difference), "new": row(ours)},
-    }
-    assert model_comparison._verdict(rows, "new", 24).startswith(
-        f"At 16 tokens the new model has 75.0% of the original's MRR; at 32 {words}"
-    )
 
 
 SENTENCES = """

@@ -197,7 +197,7 @@ def _compare(
     lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
-    out.result(comparison(found.rows, f"{about}: MRR (and the improvement with the {last} model)"))
-    out.result(found.verdict)
+    out.result(comparison(found, f"{about}: MRR (and the improvement with the {last} model)"))
     out.message(model_comparison.REACH)
-    return {"questions": about, **asdict(found)}
+    rows = {tokens: {name: asdict(row) for name, row in by_name.items()} for tokens, by_name in found.items()}
+    return {"questions": about, "rows": rows}

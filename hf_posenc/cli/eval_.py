@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.model_comparison import Pair
     from hf_posenc.evaluation.passkeys import PasskeyAccuracy
     from hf_posenc.evaluation.perplexity import Perplexity
-    from hf_posenc.evaluation.verdicts import Verdict
 
 PERPLEXITY, MASKED, ACCURACY, RETRIEVAL = "perplexity", "masked loss", "accuracy", "retrieval"
 """How causal language models, masked language models, classifiers, and other models are evaluated."""
@@ -68,7 +67,7 @@ def eval_(
     """Compare models by input length.
 
     The measure depends on the kind of the models. All differences are from the first model, over the same texts, with 95%
-    intervals. A verdict names the best method, and the methods that the texts don't distinguish from it.
+    intervals that aren't corrected for multiple comparisons.
 
     Embedding models are compared by retrieval MRR with documents cut at each length. Texts beyond a model's maximum length are
     truncated and chunked. With --chunks, all models also read chunks of this size.
@@ -170,10 +169,9 @@ def _retrieval(
     if chunks is not None and chunks >= lengths[-1]:
         out.message(f"No length is above --chunks {chunks}, so the documents are not divided into chunks of this size.")
     found = model_comparison.compare_models(embedders, pairs, lengths, chunks)
-    out.result(comparison(found.rows, f"{about}: MRR (and the improvement over the first method)", [*models]))
-    _say(out, found.verdict)
-    rows = {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.rows.items()}
-    return {"questions": about, "rows": rows, "verdict": _plain(found.verdict)}
+    out.result(comparison(found, f"{about}: MRR (and the improvement over the first method)", [*models]))
+    rows = {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()}
+    return {"questions": about, "rows": rows}
 
 
 def _masked_losses(out: Output, models: "dict[str, Original]", texts: list[str], lengths: list[int]) -> dict[str, Any]:
@@ -196,15 +194,13 @@ def _masked_losses(out: Output, models: "dict[str, Original]", texts: list[str],
     if not losses:
         raise ValueError(f"No model supports {lengths[0]} tokens. Choose smaller lengths.")
     losses = dict(sorted(losses.items()))
-    rows, verdict = masked_losses.compared(losses, next(iter(models))), masked_losses.verdict(losses)
+    rows = masked_losses.compared(losses, next(iter(models)))
     cells = {tokens: {name: _shown_loss(row) for name, row in by.items()} for tokens, by in rows.items()}
     about = f"loss in nats per masked token, {len(texts)} texts (and the difference from the first model)"
     out.result(by_length(about, cells, caption=UNCORRECTED))
-    _say(out, verdict)
     return {
         "texts": len(texts),
         "rows": {tokens: {name: asdict(row) for name, row in by.items()} for tokens, by in rows.items()},
-        "verdict": _plain(verdict),
     }
 
 
@@ -232,8 +228,7 @@ def _perplexities(
         if limit is not None and limit < lengths[-1]:
             out.message(f"{name} supports {limit} tokens. Its perplexity beyond them is that of windows of {limit} tokens.")
     pairs = {name: (each.model, each.tokenizer) for name, each in models.items()}
-    losses = perplexity.document_losses(pairs, texts, lengths)
-    rows, verdict = perplexity.compared(losses, first), perplexity.verdict(losses)
+    rows = perplexity.evaluate(pairs, texts, lengths, first)
     cells = {
         tokens: {name: _shown_perplexity(row, tokens, name == first) for name, row in by.items()} for tokens, by in rows.items()
     }
@@ -245,8 +240,7 @@ def _perplexities(
     }
     if keys:
         found["passkeys"] = _passkeys(out, pairs, limits, lengths, keys)
-    _say(out, verdict)
-    return {**found, "verdict": _plain(verdict)}
+    return found
 
 
 def _passkeys(
@@ -294,8 +288,7 @@ def _accuracies(
     pairs = {name: (each.model, each.tokenizer) for name, each in models.items()}
     found = classification.compare_classifiers(pairs, texts, labels, lengths)
     out.result(_buckets(found))
-    _say(out, found.verdict)
-    return {"buckets": [asdict(each) for each in found.buckets], "all": asdict(found.all), "verdict": _plain(found.verdict)}
+    return asdict(found)
 
 
 def _buckets(found: "Classification") -> "Table":
@@ -334,15 +327,6 @@ def _checked(out: Output, models: "dict[str, Original]", texts: list[str]) -> li
     if len(long) < 2:
         raise ValueError(f"{len(long)} texts are too few for intervals. Use two or more texts of two or more tokens.")
     return long
-
-
-def _say(out: Output, verdict: "Verdict | None") -> None:
-    if verdict is not None:
-        out.result(verdict.sentence)
-
-
-def _plain(verdict: "Verdict | None") -> dict[str, Any] | None:
-    return None if verdict is None else asdict(verdict)
 
 
 def _numbers(lengths: list[int]) -> str:

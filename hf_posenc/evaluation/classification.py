@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from hf_posenc.evaluation import metrics, verdicts
+from hf_posenc.evaluation import metrics
 from hf_posenc.evaluation.metrics import Difference, Interval
 from hf_posenc.evaluation.retrieval import by_text
-from hf_posenc.evaluation.verdicts import Verdict
 from hf_posenc.inspection import inspect
 
 Label = str | int
@@ -45,11 +44,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Classification:
-    """The buckets that have texts, all texts, and the verdict on all texts. verdict: None for only one model."""
+    """The buckets that have texts, and all texts."""
 
     buckets: tuple[Bucket, ...]
     all: Bucket
-    verdict: Verdict | None
 
 
 def compare_classifiers(
@@ -76,8 +74,7 @@ def compare_classifiers(
 
     edges = [0, *sorted({*lengths})]
     buckets = [bucket(above, up_to) for above, up_to in zip(edges, [*edges[1:], None], strict=True)]
-    whole = bucket(-1, None)
-    return Classification(tuple(each for each in buckets if each.texts), whole, _verdict(whole, expected, predicted))
+    return Classification(tuple(each for each in buckets if each.texts), bucket(-1, None))
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
@@ -156,17 +153,3 @@ def _rows(answers: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Accura
         )
         for name, own in right.items()
     }
-
-
-def _verdict(whole: Bucket, expected: dict[str, np.ndarray], predicted: dict[str, np.ndarray]) -> Verdict | None:
-    if len(whole.rows) < 2:
-        return None
-    right = {name: (expected[name] == predicted[name]).astype(float) for name in whole.rows}
-
-    def paired(name: str, other: str) -> tuple[str, bool]:
-        difference = Difference(*metrics.difference(right[name], right[other], np.arange(whole.texts)), whole.texts)
-        return f"accuracy {difference.shown(3)}", difference.significant
-
-    best = max(whole.rows, key=lambda name: whole.rows[name].accuracy)
-    shown = {name: f"{row.accuracy:.3f}" for name, row in whole.rows.items()}
-    return verdicts.verdict(f"On all {whole.texts} texts", "accuracy", shown, best, paired)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_posenc.evaluation import metrics, verdicts
+from hf_posenc.evaluation import metrics
 from hf_posenc.evaluation.metrics import Difference, Interval
-from hf_posenc.evaluation.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -30,26 +29,7 @@ def compared(losses: dict[int, dict[str, np.ndarray]], baseline: str) -> dict[in
 
     def row(name: str, by_model: dict[str, np.ndarray]) -> MaskedLoss:
         own, paired = by_model[name], name != baseline and baseline in by_model
-        gap = _difference(own, by_model[baseline]) if paired else None
+        gap = Difference(*metrics.mean(own - by_model[baseline], np.arange(len(own))), len(own)) if paired else None
         return MaskedLoss(*metrics.mean(own, np.arange(len(own))), gap, len(own))
 
     return {length: {name: row(name, by_model) for name in by_model} for length, by_model in losses.items()}
-
-
-def verdict(losses: dict[int, dict[str, np.ndarray]]) -> Verdict | None:
-    """The verdict at the longest length. None if only one model supports it."""
-    length = max(losses)
-    if len(losses[length]) < 2:
-        return None
-
-    def paired(name: str, other: str) -> tuple[str, bool]:
-        gap = _difference(losses[length][name], losses[length][other])
-        return f"loss {gap.shown(3)}", gap.significant
-
-    means = {name: float(values.mean()) for name, values in losses[length].items()}
-    shown = {name: f"{value:.3f}" for name, value in means.items()}
-    return verdicts.verdict(f"At {length} tokens", "loss", shown, min(means, key=lambda name: means[name]), paired)
-
-
-def _difference(values: np.ndarray, others: np.ndarray) -> Difference:
-    return Difference(*metrics.mean(values - others, np.arange(len(values))), len(values))

@@ -7,16 +7,17 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from hf_posenc.evaluation import cloze_queries, metrics, verdicts
+from hf_posenc.evaluation import cloze_queries, metrics
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, chunked, cut, offsets, strategies
-from hf_posenc.evaluation.verdicts import Verdict
 
 SHORTEST = 128
 REACH = "Lengths double as long as half of the documents are longer than the previous length."
 FEWEST = 20
 """Minimum number of questions."""
 ORIGINAL = "original"
+Rows = dict[int, dict[str, "Row"]]
+"""Length -> method -> row."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,6 @@ class Row:
     score: Score
     difference: Difference | None
     vectors: float = 1.0
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result of `compare`.
-
-    rows: length -> method -> row. Only rows of the original model have a difference.
-    verdict: a summary in one sentence.
-    """
-
-    rows: dict[int, dict[str, Row]]
-    verdict: str
-
-
-@dataclass(frozen=True)
-class ModelComparison:
-    """rows: length -> method -> row, with the difference from the first method. verdict: at the longest length.
-
-    verdict is None if there is only one method at this length.
-    """
-
-    rows: dict[int, dict[str, Row]]
-    verdict: Verdict | None
 
 
 def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
@@ -103,11 +81,11 @@ def doubled(sizes: Sequence[int], longest: int | None) -> list[int]:
     return found
 
 
-def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Comparison:
+def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Rows:
     """Evaluate retrieval with the documents cut at each length, and compare the last of the models with the original.
 
     If the original's maximum length is lower, its documents are truncated, and chunked with averaged chunk embeddings or the
-    best-matching chunk. A positive difference means that the last of the models is better.
+    best-matching chunk. Only rows of the original have a difference. It is positive if the last of the models is better.
     """
     last = next(reversed(models), "")
 
@@ -115,16 +93,15 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
         whole = [replace(strategies(name, model, length)[0], name=name) for name, model in models.items()]
         return [*strategies(ORIGINAL, original, length), *whole]
 
-    rows = {
+    return {
         length: {name: _row(ranks, name, None if name in models else (last, name)) for name in ranks}
         for length, ranks in _ranks(strategies_at, models, pairs, lengths).items()
     }
-    return Comparison(rows, _verdict(rows, last, original.limit))
 
 
 def compare_models(
     models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int], chunks: int | None = None
-) -> ModelComparison:
+) -> Rows:
     """Evaluate retrieval with the documents cut at each length.
 
     A positive difference means that the method is better than the first method of the first model.
@@ -144,13 +121,11 @@ def compare_models(
             named |= new
         return [*named.values()]
 
-    ranks = _ranks(strategies_at, models, pairs, lengths)
-    rows = dict[int, dict[str, Row]]()
-    for length, by_name in ranks.items():
-        first = next(iter(by_name))
-        rows[length] = {name: _row(by_name, name, None if name == first else (name, first)) for name in by_name}
-    longest = max(rows)
-    return ModelComparison(rows, _best(longest, rows[longest], ranks[longest]) if len(rows[longest]) > 1 else None)
+    rows: Rows = {}
+    for length, ranks in _ranks(strategies_at, models, pairs, lengths).items():
+        first = next(iter(ranks))
+        rows[length] = {name: _row(ranks, name, None if name == first else (name, first)) for name in ranks}
+    return rows
 
 
 @dataclass(frozen=True)
@@ -200,40 +175,3 @@ def _row(found: dict[str, _Ranked], name: str, pair: tuple[str, str] | None) -> 
     """The row of a method. pair: the two methods whose difference it contains."""
     difference = pair and metrics.paired(found[pair[0]].ranks, found[pair[1]].ranks)
     return Row(metrics.score(found[name].ranks), difference, found[name].vectors)
-
-
-def _best(length: int, rows: dict[str, Row], found: dict[str, _Ranked]) -> Verdict:
-    def paired(name: str, other: str) -> tuple[str, bool]:
-        difference = metrics.paired(found[name].ranks, found[other].ranks)
-        return f"MRR {difference.shown(3)}", difference.significant
-
-    best = max(rows, key=lambda name: (rows[name].score.mrr, -rows[name].vectors))
-    vectors = {name: row.vectors for name, row in rows.items()}
-    shown = {name: f"{row.score.mrr:.3f}" for name, row in rows.items()}
-    return verdicts.verdict(f"At {length} tokens", "MRR", shown, best, paired, vectors)
-
-
-def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:
-    said = []
-    within = [length for length in rows if ORIGINAL in rows[length]]
-    if within:
-        length = within[-1]
-        ours, theirs = rows[length][name].score.mrr, rows[length][ORIGINAL].score.mrr
-        said.append(f"at {length} tokens the {name} model has {ours / max(theirs, 1e-9):.1%} of the original's MRR")
-    beyond = [length for length in rows if ORIGINAL not in rows[length]]
-    if beyond:
-        length = beyond[-1]
-        rivals = {way: row for way, row in rows[length].items() if row.difference is not None}
-        best, row = max(rivals.items(), key=lambda each: each[1].score.mrr)
-        assert row.difference is not None
-        if not row.difference.significant:
-            what = f"no difference to the best use of the original ({best}) can be seen with {row.difference.queries} questions"
-            if all(each.difference.value < 0 for each in rivals.values() if each.difference is not None):
-                what += ", though it is below every use of it"
-        elif row.difference.value > 0:
-            what = f"it is better than the original in every use; the best is {best}"
-        else:
-            what = f"the original does better ({best}): keep it for texts of this length"
-        said.append(f"at {length} {what} (MRR {row.difference.shown()})")
-    sentence = "; ".join(said)
-    return sentence[:1].upper() + sentence[1:] + "."

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.evaluation import metrics, verdicts
-from hf_posenc.evaluation.verdicts import Verdict
+from hf_posenc.evaluation import metrics
 from hf_posenc.inspection import supported_length
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
@@ -158,21 +157,6 @@ def compared(found: dict[int, dict[str, DocumentLosses]], baseline: str) -> dict
         }
         for length, row in found.items()
     }
-
-
-def verdict(found: dict[int, dict[str, DocumentLosses]]) -> Verdict | None:
-    """The verdict at the longest length. None for only one model."""
-    length = max(found)
-    if len(found[length]) < 2:
-        return None
-
-    def paired(name: str, other: str) -> tuple[str, bool]:
-        value, (low, high) = ratio(found[length][name], found[length][other])
-        return f"perplexity ×{value:.3f} [{low:.3f}, {high:.3f}]", not low <= 1 <= high
-
-    means = {name: each.values.mean() for name, each in found[length].items()}
-    shown = {name: f"{math.exp(value):.2f}" for name, value in means.items()}
-    return verdicts.verdict(f"At {length} tokens", "perplexity", shown, min(means, key=lambda name: means[name]), paired)
 
 
 def evaluate(
