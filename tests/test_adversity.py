@@ -7,7 +7,6 @@ Properties of every model and encoding are tested in `checks/adversarial.py`.
 import json
 import re
 import shutil
-import zipfile
 
 import pytest
 import torch
@@ -81,14 +80,14 @@ def test_models_are_sent_to_other_processes(folders, method):
 
 def test_code_of_two_versions_in_one_process(tmp_path):
     """Each model runs its own code: also within the forward pass of the other model, as a copy, and after another save."""
-    shutil.copytree(ROOT / "tests" / "saved" / "own", tmp_path / "old")
-    with zipfile.ZipFile(tmp_path / "old" / "code.zip") as file:
-        file.extractall(tmp_path / "old")
-    model = patched("bert", ALL_WAYS, "ForMaskedLM")
-    model.save_pretrained(tmp_path / "new")
     given = {"input_ids": tokens(), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
-    with torch.no_grad():
-        save_file({**given, "output": model(**given)[0].contiguous()}, tmp_path / "new" / "expected.safetensors")
+    for version, encoding in (("old", "sinusoidal+relative"), ("new", ALL_WAYS)):
+        model = patched("bert", encoding, "ForMaskedLM")
+        model.save_pretrained(tmp_path / version)
+        with torch.no_grad():
+            save_file({**given, "output": model(**given)[0].contiguous()}, tmp_path / version / "expected.safetensors")
+    for path in (tmp_path / "old").glob("*.py"):
+        path.write_text(path.read_text() + "\n# Another version.\n")
     code = "import sys, adversity_worker; adversity_worker.generations(*sys.argv[1:])"
     environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     assert run_python(code, tmp_path / "old", tmp_path / "new", fresh=True, **environment).endswith("equal\n")
