@@ -58,6 +58,7 @@ def test_verdicts():
         rope={1.0: [5.0, 5.0, 5.0], 8.0: [9.0, 20.0, 12.0]},
         wild={1.0: [5.0, 5.0, 5.0], 8.0: [3.0, 20.0, 12.0]},
         broken={1.0: [5.0, 5.0, 5.0], 8.0: [None, 5.0, 5.0]},
+        low={1.0: [4.0, 4.0, 4.0]},
     )
     assert verdict(record, claims.flat("alibi", 8)) == "reproduced"
     assert verdict(record, claims.grows("alibi", 8)) == "contradicted"
@@ -67,6 +68,9 @@ def test_verdicts():
     assert verdict(record, below) == "undecided"
     # Mean 0.1 and half width 0.248.
     assert claims.judge(record, below)["half_width"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
+    # Equal differences don't show how much the seeds vary.
+    (below,) = claims.better("clm", "perplexity", (1,), "low", ("rope",))
+    assert verdict(record, below) == "undecided" and claims.judge(record, below)["half_width"] is None
     # A run that diverged has no interval.
     assert verdict(record, claims.flat("broken", 8)) == "undecided"
 

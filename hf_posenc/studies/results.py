@@ -14,7 +14,11 @@ DIGESTS = {"model": "initial weights", "train": "training rows", "test": "test r
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds, in their order. `half` is half the width of Student's 95% interval, or None for a single seed."""
+    """A mean over seeds, in their order.
+
+    half: half the width of Student's 95% interval. None for a single seed, and for equal values: scores are discrete, so equal
+        values don't show how much the seeds vary.
+    """
 
     values: tuple[float, ...]
 
@@ -24,7 +28,8 @@ class Mean:
 
     @property
     def half(self) -> float | None:
-        return interval(self.values)[1] if len(self.values) > 1 and math.isfinite(self.mean) else None
+        varies = max(self.values) - min(self.values) > 1e-9 * max(map(abs, self.values))
+        return interval(self.values)[1] if varies and math.isfinite(self.mean) else None
 
     def shown(self, digits: int = 2) -> str:
         return f"{self.mean:.{digits}f}" + ("" if self.half is None else f" ± {self.half:.{digits}f}")
@@ -50,13 +55,6 @@ def value_of(scores: Record, measure: str) -> float:
     if measure != "perplexity":
         return scores[measure]
     return math.inf if scores["loss"] is None else math.exp(min(scores["loss"], 700.0))
-
-
-def descending_score(record: Record) -> float:
-    """The last score of a run at the longest test length, negated if higher is better, so that the best run is the minimum."""
-    task = TASKS[record["task"]]
-    value = value_of(record["scores"][max(record["scores"], key=int)], task.measures[-1])
-    return value if task.descends() else -value
 
 
 class Results:
