@@ -3,13 +3,13 @@
     hf-posenc compare study.yaml --processes 2 --output_dir OUT
     hf-posenc compare --encodings none rope alibi '{"type": "t5", "num_buckets": 16}' \\
         --tasks mlm clm --length 64 --multiples 1 2 4 --seeds 0 1 2 --output_dir OUT
-    hf-posenc compare --import my_task --tasks my_task --table latex --keep best --output_dir OUT
+    hf-posenc compare --import my_task --tasks my_task --table latex --save --output_dir OUT
     accelerate launch --multi_gpu -m hf_posenc.compare study.yaml --output_dir OUT
 
 Models (`--models bert llama` by default) are tiny models with random weights (bert, llama, or gpt2), models of a config file,
 or checkpoints. A tiny model can have config options, as in '{"type": "llama", "num_key_value_heads": 2}'. `config:FILE` takes
-a config.json, with random weights. `checkpoint:DIRECTORY` keeps the weights of a checkpoint and replaces its positions.
-`--steps 0` trains nothing.
+a config.json, with random weights. `checkpoint:MODEL`, a directory or Hub ID, keeps the weights of a checkpoint and replaces
+its positions. `--steps 0` trains nothing.
 
 Models run the tasks that they have a head for: encoders run mlm, and decoders run clm, copy, reverse, and addition. Both run
 classification (which of two markers comes first). Texts are from Python's help, or from --texts. A module that calls
@@ -18,21 +18,16 @@ weights and see the same rows in the same order. Digests in the records confirm 
 their reasons, and the others run.
 
 A YAML file has the flags as keys. A flag on the command line overrides its key. Each finished run has a file in
---output_dir/MODEL/runs, and with --keep, its model is saved in the directory of the same name. If a command is interrupted, the
+--output_dir/MODEL/runs, and with --save, its model is saved in the directory of the same name. If a command is interrupted, the
 same command resumes it, also with more models, tasks, encodings, and seeds. At the end, compare.txt (one table: mean ± interval
 over seeds, by length), compare.json, and compare.png are written.
 """
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: use --processes for more cores
 
 from rich.console import Console
 
@@ -40,7 +35,7 @@ from hf_posenc.diagnostics.figures import require_matplotlib
 from hf_posenc.evaluation import records, terminals, text_files
 from hf_posenc.plots.study_curves import study as draw
 from hf_posenc.serialization.atomic import write_text
-from hf_posenc.studies import evaluations, files, flags, models, selection, study, tables, tasks
+from hf_posenc.studies import files, flags, models, selection, study, tables, tasks
 from hf_posenc.studies.record import Part, as_record
 from hf_posenc.studies.results import Results
 from hf_posenc.studies.runs import Setup, process_state
@@ -126,7 +121,7 @@ def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[s
     for model in found:
         model = selection.at_rate(model, rates)
         try:
-            own = selection.study_of(model, arguments.tasks, given, encodings, arguments.seeds, arguments.keep)
+            own = selection.study_of(model, arguments.tasks, given, encodings, arguments.seeds, arguments.save)
         except ValueError as error:
             raise SystemExit(f"{model.label}: {error}") from None
         if own is None:
@@ -165,7 +160,6 @@ def write(arguments: argparse.Namespace, parts: list[Part], left_out: dict[str, 
         name, content = tables.written(record, form)
         write_text(output / name, content)
     draw(record, path=output / "compare.png")
-    evaluations.describe(record, {part.study.label: part for part in parts}, output)
 
 
 def run(arguments: argparse.Namespace, write: Write) -> None:

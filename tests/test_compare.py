@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from typer.main import get_command
 
-from conftest import ROOT
+from conftest import ROOT, run_python
 from hf_posenc import cli, compare
 from hf_posenc._versions import install
 from hf_posenc.diagnostics.figures import Sheet
@@ -362,6 +363,35 @@ def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatc
         compare.main([*arguments, "--steps", "0"])
 
 
+def test_a_checkpoint_of_the_hub(checkpoint, in_the_hubs_cache, tmp_path):
+    """It is loaded as everywhere in Transformers, and another commit is another setting."""
+    cached = tmp_path / "cache" / "models--somebody--base"
+    (cached / "refs").mkdir()
+    command = [*QUICK, "--models", f"checkpoint:{in_the_hubs_cache}", "--tasks", "mlm", "--encodings", "t5", "--seeds", "0"]
+    command += ["--length", "6", "--steps", "0", "--output_dir", str(tmp_path / "out")]
+    for commit in ("1" * 40, "2" * 40):
+        (cached / "refs" / "main").write_text(commit)
+        shutil.copytree(checkpoint, cached / "snapshots" / commit)
+    with pytest.raises(SystemExit, match="created with files="):
+        for commit in ("1" * 40, "2" * 40):
+            (cached / "refs" / "main").write_text(commit)
+            compare.main(command)
+    (row, *_) = records.read(tmp_path / "out" / "compare.json")["table"]
+    assert row["model"] == f"checkpoint:{in_the_hubs_cache}"
+
+
+def test_importing_compare_changes_no_setting():
+    code = """
+import os
+for name in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+    os.environ.pop(name, None)
+before = {**os.environ}
+import hf_posenc.compare
+print({*os.environ.items()} - {*before.items()})
+"""
+    assert run_python(code, fresh=True).strip() == "set()"
+
+
 def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
     mlm, clm, mapped, order = (texts.task(tasks.TASKS[name], minilm) for name in ("mlm", "clm", "copy", "classification"))
     text = texts.of_tokenizer(minilm)
@@ -392,7 +422,7 @@ def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
         (["--models", '{"type": "llama", "hidden_size": 7}'], "llama hidden_size=7 can't be created"),
         (["--models", '{"type": "llama"'], "--models .*delimiter"),
         (["--models", "llama", '{"type": "llama"}'], "Give each once"),
-        (["--models", "checkpoint:nowhere"], "nowhere has no config.json"),
+        (["--models", "checkpoint:nowhere"], "The config of nowhere can't be loaded"),
         (["--models", '{"type": "checkpoint:x", "hidden_size": 4}'], "hidden_size can't be given: x has its own config"),
         (["--models", "bert"], "bert: the model has no head for any of --tasks copy"),
         (["--tasks", "copy", "mlm"], "--tasks mlm: none of the models, llama, has a head"),
@@ -455,15 +485,15 @@ def test_the_table_by_hand():
             "[bold]second, classification, L = 4 symbols: accuracy[/bold]",
             "none (1 seed fewer)",
         ],
-        ["", "0.50 ± 0.00", "0.50 ± 0.00", "unsupported", "", "1.00"],
+        ["", "0.50", "0.50", "unsupported", "", "1.00"],
         # Standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706: 12.706 · 0.1 / 2 = 0.635.
-        ["", "0.55 ± 0.64", "0.40 ± 0.00", "", "", "0.90"],
+        ["", "0.55 ± 0.64", "0.40", "", "", "0.90"],
     ]
     assert [column.header for column in table.columns] == ["", "1 L", "2 L"] and "1 to 2 seeds" in table.caption
     assert [[*column.cells] for column in unsupported.columns] == [["first"], ["cope"], ["why"]]
     assert len(tables.for_terminal(record_of(parts[1:]))) == 1
     # Paired with none: 0.1 and 0.2, half width 0.64.
-    assert [[*column.cells][1:] for column in differences.columns] == [["learned †"], ["+0.00 ± 0.00"], ["+0.15 ± 0.64"]]
+    assert [[*column.cells][1:] for column in differences.columns] == [["learned †"], ["+0.00"], ["+0.15 ± 0.64"]]
 
 
 def test_differences_are_paired_by_seed():

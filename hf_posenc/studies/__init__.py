@@ -6,7 +6,7 @@
 - `models`, `selection`: the models and encodings of a study, and how they are specified
 - `runs`, `study`: one run, and all runs, which can be interrupted and resumed
 - `results`, `record`, `tables`: scores of finished runs, compare.json, and tables
-- `trained_models`, `evaluations`: trained models of --keep, and their evaluation for model cards
+- `trained_models`: trained models of --save
 - `flags`, `files`: the command line and study files
 """
 

@@ -14,7 +14,7 @@ from hf_posenc.studies.tasks import TASKS
 
 OBJECTS = ("models", "encodings")
 """Flags whose values can be objects."""
-ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
+ELSEWHERE = ("study", "help", "report_only", "save", "output_dir", "processes")
 """Flags of a command that are not part of a study."""
 
 

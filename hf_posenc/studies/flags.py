@@ -11,14 +11,13 @@ from hf_posenc.evaluation import terminals, text_files
 from hf_posenc.studies import models, tables, tasks
 from hf_posenc.studies.models import Encoding, Sizes
 from hf_posenc.studies.record import HOLM
-from hf_posenc.studies.study import KEEP
 from hf_posenc.training.flags import at_least
 
 Number = TypeVar("Number", int, float)
 PER_TASK = {"length": 1, "steps": 0, "batch_size": 1}
 """Flags with a value per task -> minimum value."""
 NONE = "none"
-"""The value of --keep and --correction that turns off what a study file says."""
+"""The value of --correction that turns off what a study file says."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -47,8 +46,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     for name, value in vars(Sizes()).items():
         add(f"--{name}", type=at_least(1), default=value, help=f"size of tiny models; default: {value}")
     add("--processes", type=at_least(1), default=1, help="number of parallel runs, each with one thread")
-    kept = "; ".join(f"{name}: {what}" for name, what in KEEP.items())
-    add("--keep", choices=[*KEEP, NONE], default=NONE, help=f"save trained models next to their runs; {kept}; default: none")
+    add("--save", action="store_true", help="save trained models next to their runs")
     add("--table", nargs="+", choices=tables.WRITERS, default=[], help="also write the table in these formats")
     correction = "correct the significance of differences for multiple comparisons; default: none"
     add("--correction", choices=[HOLM, NONE], default=NONE, help=correction)
@@ -63,8 +61,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     Raises SystemExit if a module can't be imported.
     """
     begin(arguments)
-    for name in ("keep", "correction"):
-        setattr(arguments, name, None if getattr(arguments, name) == NONE else getattr(arguments, name))
+    arguments.correction = None if arguments.correction == NONE else arguments.correction
     arguments.tasks = arguments.tasks or [*tasks.TASKS]
     for name in ("tasks", "seeds", "encodings", "models"):
         given = getattr(arguments, name, None) or []

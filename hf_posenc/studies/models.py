@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import cached_file
 
 import hf_posenc
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -37,7 +38,7 @@ HEADS: dict[str, Any] = {
 }
 """Head -> config class -> model class."""
 CHECKPOINT, CONFIG = "checkpoint:", "config:"
-"""Prefixes of a model's name: the directory of a checkpoint follows, or a config.json (or its directory) for random weights."""
+"""Prefixes of a model's name: the directory or Hub ID of a checkpoint follows, or a config.json for random weights."""
 CONFIG_LEARNING_RATE = 1e-3
 """The default of a study for models of a config file."""
 PLACEMENT = ("host", "inject", "max_length")
@@ -169,7 +170,7 @@ def is_dropout(option: str) -> bool:
 
 
 def directory_of(model: str) -> str | None:
-    """The directory of a checkpoint, or None for a model with random weights."""
+    """The directory or Hub ID of a checkpoint, or None for a model with random weights."""
     return model.removeprefix(CHECKPOINT) if model.startswith(CHECKPOINT) else None
 
 
@@ -183,8 +184,6 @@ def heads_of(model: str) -> tuple[str, ...]:
     if model in MODELS:
         return MODELS[model].heads
     path = str(directory_of(model) or config_of(model))
-    if not (Path(path) / "config.json").is_file() and not (config_of(model) and Path(path).is_file()):
-        raise ValueError(f"{path} has no config.json. Use the directory of a model.")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -215,8 +214,10 @@ def _loaded(directory: str, head: str, classes: int) -> PreTrainedModel:
 
 
 def files_digest(path: str) -> str:
-    """A digest of a config file, or of a directory's weights, config, and tokenizer."""
+    """A digest of a config file, or of a directory's weights, config, and tokenizer. For a Hub ID, the commit."""
     found, directory = hashlib.sha256(), Path(path)
+    if not directory.exists():
+        return Path(str(cached_file(path, "config.json"))).parent.name
     files = [file for end in ("safetensors", "bin", "json") for file in directory.glob(f"*.{end}")] or [directory]
     for file in sorted(files):
         with file.open("rb") as opened:

@@ -125,7 +125,7 @@ def run(
         "cpu_seconds": round(time.process_time() - started, 1),
     }
     if save_to:
-        trained_models.save_trained(model, setup.model, task, record, save_to)
+        trained_models.save_trained(model, setup.model, task, save_to)
     return record
 
 

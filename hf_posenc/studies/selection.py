@@ -39,7 +39,7 @@ class Chosen:
 
 
 def chosen(given: str | dict[str, Any], sizes: Sizes, common: Setup) -> Chosen:
-    """A model by its name, "checkpoint:DIRECTORY", "config:FILE", or {"type": name, config option: value}.
+    """A model by its name, "checkpoint:MODEL", "config:FILE", or {"type": name, config option: value}.
 
     Raises ValueError for an unknown model or config option.
     """
@@ -56,7 +56,7 @@ def chosen(given: str | dict[str, Any], sizes: Sizes, common: Setup) -> Chosen:
         return Chosen(name, replace(common, model=name, sizes=None, files=files, learning_rate=rate), heads)
     if name not in MODELS:
         hint = did_you_mean(name, MODELS)
-        allowed = f"{', '.join(MODELS)}, {CONFIG}FILE, or {CHECKPOINT}DIRECTORY"
+        allowed = f"{', '.join(MODELS)}, {CONFIG}FILE, or {CHECKPOINT}MODEL"
         raise ValueError(f"There is no model {name!r}{hint}. Use {allowed}.")
     kind = MODELS[name]
     own: dict[str, Any] = {each.name: said[each.name] for each in fields(Sizes) if each.name in said}
@@ -91,11 +91,11 @@ def study_of(
     given: dict[str, dict[str, int]],
     encodings: list[Encoding],
     seeds: list[int],
-    keep: str | None = None,
+    save: bool = False,
 ) -> Study | None:
     """The study of a model on the tasks that it has a head for. None if there are none.
 
-    given: flag -> task -> number. keep: see `hf_posenc.studies.study.KEEP`.
+    given: flag -> task -> number. save: whether the trained models are saved.
 
     Raises ValueError for lengths that a task doesn't support, and for invalid rows.
     """
@@ -116,4 +116,4 @@ def study_of(
             )
         tasks.check(name, own, sorted({own.shortest, training.length, *lengths}))
         trainings[name] = training
-    return planned(model.setup, trainings, encodings, seeds, model.label, keep) if trainings else None
+    return planned(model.setup, trainings, encodings, seeds, model.label, save) if trainings else None

@@ -7,7 +7,6 @@ import functools
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -22,18 +21,11 @@ from transformers.utils import logging
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
-from hf_posenc.studies import models, tasks, trained_models
+from hf_posenc.studies import models, tasks
 from hf_posenc.studies.models import Encoding
-from hf_posenc.studies.results import descending_score
 from hf_posenc.studies.runs import Setup, Training, process_state, run
 
 RUNS = "runs"
-KEEP = {
-    "best": "the model of the seed with the best score at the longest test length, for each task and encoding",
-    "last": "the model of the last seed, for each task and encoding, whatever its score",
-    "all": "the models of all runs",
-}
-"""Values of --keep -> models that are saved."""
 Record = dict[str, Any]
 
 
@@ -44,7 +36,7 @@ class Study:
     trainings: task -> training settings.
     unsupported: label -> reason for each encoding that the model doesn't support.
     label: the model's label, if a command has several models.
-    keep: one of KEEP, or None to save no models.
+    save: whether the trained models are saved.
     """
 
     setup: Setup
@@ -53,7 +45,7 @@ class Study:
     unsupported: dict[str, str]
     seeds: tuple[int, ...]
     label: str = ""
-    keep: str | None = None
+    save: bool = False
 
     def runs(self) -> list[tuple[str, Encoding, int]]:
         """All runs, seed by seed, so that an unfinished study has results for all tasks and encodings."""
@@ -77,7 +69,7 @@ def planned(
     encodings: Sequence[Encoding],
     seeds: Sequence[int],
     label: str = "",
-    keep: str | None = None,
+    save: bool = False,
 ) -> Study:
     """The study of the encodings that the model supports."""
     head = tasks.get_task(next(iter(trainings))).head
@@ -86,7 +78,7 @@ def planned(
     }
     supported = tuple(each for each in encodings if reasons[each.label] is None)
     unsupported = {label: reason for label, reason in reasons.items() if reason is not None}
-    return Study(setup, trainings, supported, unsupported, tuple(seeds), label, keep)
+    return Study(setup, trainings, supported, unsupported, tuple(seeds), label, save)
 
 
 def file_of(directory: Path, task: str, encoding: Encoding, seed: int) -> Path:
@@ -150,34 +142,6 @@ Planned = tuple[Path, str, Encoding, int]
 """A run: the directory of its study, task, encoding, and seed."""
 
 
-def kept(study: Study, done: Mapping[tuple[str, str, int], Record], task: str, label: str) -> list[int]:
-    """The seeds whose models are saved, for a task and an encoding. With "best", all seeds as long as one isn't finished."""
-    if study.keep == "last":
-        return [study.seeds[-1]]
-    finished = [done[task, label, seed] for seed in study.seeds if (task, label, seed) in done]
-    if study.keep == "best" and len(finished) == len(study.seeds):
-        return [min(finished, key=descending_score)["seed"]]
-    return [*study.seeds] if study.keep else []
-
-
-def prune(directory: Path, study: Study, done: Mapping[tuple[str, str, int], Record]) -> dict[Path, Record]:
-    """Remove saved models that aren't the best ones. Returns the directories of the others, with their records.
-
-    Models with an evaluation.json belong to a finished study, and are never removed.
-    """
-    found = {}
-    for task, each, seed in study.runs():
-        path = model_of(directory, task, each, seed)
-        if not path.is_dir():
-            continue
-        best = study.keep != "best" or seed in kept(study, done, task, each.label)
-        if not best and not (path / records.FILE).exists():
-            shutil.rmtree(path)
-        elif (task, each.label, seed) in done and trained_models.belongs(path, done[task, each.label, seed]):
-            found[path] = done[task, each.label, seed]
-    return found
-
-
 def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
     """Execute the unfinished runs of studies by directory. Returns the reasons of failed runs, which are retried next time.
 
@@ -190,7 +154,12 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
         )
     done = {directory: finished(directory, study) for directory, study in studies.items()}
     every = [(directory, *run) for directory, study in studies.items() for run in study.runs()]
-    missing = [each for each in every if _is_missing(each, studies[each[0]], done[each[0]])]
+    missing = [
+        (directory, task, each, seed)
+        for directory, task, each, seed in every
+        if (task, each.label, seed) not in done[directory]
+        or (studies[directory].save and not model_of(directory, task, each, seed).is_dir())
+    ]
     missing.sort(key=lambda each: studies[each[0]].seeds.index(each[3]))
     state.wait_for_everyone()  # until all have read the directories and have the same list
     # Adjacent runs take similar times, so each process gets its share of slow ones.
@@ -215,23 +184,13 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     return dict(gather_object(list(failed.items())))
 
 
-def _is_missing(planned: Planned, study: Study, done: Mapping[tuple[str, str, int], Record]) -> bool:
-    """Whether a run isn't finished, or lacks the model that the study saves."""
-    _, task, each, seed = planned
-    if (task, each.label, seed) not in done:
-        return True
-    return seed in kept(study, done, task, each.label) and not trained_models.belongs(
-        model_of(*planned), done[task, each.label, seed]
-    )
-
-
 def _outcomes(
     studies: Mapping[Path, Study], missing: list[Planned], processes: int, modules: tuple[str, ...]
 ) -> Iterator[tuple[Planned, Record | str]]:
     def arguments(planned: Planned) -> tuple[Any, ...]:
         directory, task, each, seed = planned
         study = studies[directory]
-        saved = model_of(*planned) if seed in kept(study, {}, task, each.label) else None
+        saved = model_of(*planned) if study.save else None
         return study.setup, study.trainings[task], task, each, seed, saved
 
     if processes == 1 or len(missing) < 2:
