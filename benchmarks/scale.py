@@ -198,11 +198,11 @@ def _steps(prepare: Callable[[str, list[str]], dict[str, Any]], group: Group, se
             given = ["--model_name_or_path", minilm(), "--train_file", str(texts), "--max_train_steps", steps]
             with redirect_stdout(sys.stderr):
                 run = Training(**prepare(name, [*given, "--output_dir", str(Path(folder) / name)]))
-            windows = run._windows()
+            batches = iter(run.batches())
 
             def step() -> None:
                 run.model.train(run.task.dropout)
-                run._step(next(windows))
+                run._step(batches)
 
             return clocked(step, settings.device, settings.clock)
 

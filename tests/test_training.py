@@ -1,5 +1,6 @@
 """The training scripts: killed, resumed, distributed, and invalid runs of tiny models, each in separate processes."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -118,7 +120,7 @@ def whole(tiny, tmp_path_factory, launch):
 )
 def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, whole, kill, left):
     output = tmp_path / "out"
-    arguments = line(tiny, output, *KEEPING, *LATEST, "--keep_last", 2)
+    arguments = line(tiny, output, *KEEPING, *LATEST, "--keep_last", 2, "--dataloader_num_workers", 2)
     codes, _ = launch("train_mlm", *arguments, kill=kill)
     assert codes == [-signal.SIGKILL] and not (output / "all_results.json").exists()
     assert (checkpoints.newest(output) or SimpleNamespace(name=None)).name == left
@@ -409,7 +411,6 @@ def test_flags_refused(tmp_path, capsys):
         "--streaming": "--streaming needs --max_train_steps",
         "--validation_split_percentage 5 --validation_file v.txt": "--validation_split_percentage and --validation_file",
         "--validation_split_percentage 100": "'100' must be an integer from 1 to 99",
-        "--early_stopping_patience 2": "need validation data",
         "--keep_last 2": "--keep_last needs --checkpointing_steps",
         "--checkpointing_steps often": "'often' must be an integer of at least 1",
         "--streaming --max_train_steps 5 --checkpointing_steps epoch": "doesn't support --streaming",
@@ -470,8 +471,8 @@ def test_encodings_of_ones_own(tmp_path, monkeypatch, own_registry, capsys):
         ("train_mlm", "bert", ("--train_file", "blank.txt"), "train data have no rows"),
         ("train_mlm", "bert", ("--train_file", "blank.txt", "--streaming"), "train data have no rows"),
         ("train_mlm", "bert", ("--train_file", "numbers.jsonl"), "column `text`"),
-        ("train_mlm", "bert", ("--train_file", "."), "files of several types, .jsonl, .txt"),
-        ("train_mlm", "bert", ("--train_file", "nowhere.txt"), "nowhere.txt is not a file"),
+        ("train_mlm", "bert", ("--train_file", "."), "'.jsonl', '.txt'"),
+        ("train_mlm", "bert", ("--train_file", "nowhere.txt"), "nowhere.txt"),
         ("train_mlm", "bert", ("--train_positions_only",), "--train_positions_only doesn't apply to 'learned'"),
         ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "block of 900 tokens"),
         ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
@@ -543,6 +544,51 @@ def test_another_process_changes_no_result(tiny, tmp_path, launch, causal):
     assert said.count("2 processes on cpu, precision no: 8 steps of 8 ") == 1
     assert record(tmp_path / "out")["processes"] == 2
     assert_close_runs(record(tmp_path / "out"), record(causal))
+
+
+def test_the_division_of_a_batch_changes_no_result(tiny, tmp_path, launch):
+    """Steps with long texts have fewer of them. Some batches of one text are empty."""
+    more = ("--position_encoding", "alibi", "--no-calibrate", "--min_text_length", 4, "--text_length", 6, "--long_steps", 80)
+    found = []
+    for size, accumulated in ((16, 1), (8, 2), (1, 16)):
+        output = tmp_path / str(size)
+        cut = ("--per_device_train_batch_size", size, "--gradient_accumulation_steps", accumulated, "--long_text_length", 20)
+        good(launch("distill", *line(tiny, output, *more, *cut, "--max_train_steps", 4, model="still", validation=None)))
+        found.append(record(output, "distillation"))
+    for other in found[1:]:
+        for name in ("losses", "gradient_norms"):
+            assert other[name] == pytest.approx(found[0][name], rel=1e-3), name
+
+
+def test_the_validation_split_depends_on_no_seed(tmp_path):
+    (tmp_path / "train.txt").write_text("\n".join(WORDS))
+    given = ["--model_name_or_path", "m", "--output_dir", "o", "--train_file", str(tmp_path / "train.txt")]
+    arguments = flags.argument_parser("").parse_args([*given, "--validation_split_percentage", "20"])
+    accelerator = SimpleNamespace(main_process_first=contextlib.nullcontext)
+    parts = []
+    for arguments.seed in (0, 1):
+        splits = data.load_splits(accelerator, arguments)
+        parts.append([list(splits[name]["text"]) for name in ("train", "validation")])
+    assert parts[0] == parts[1]
+
+
+def test_a_mac_trains_on_its_gpu(tmp_path, monkeypatch):
+    """Several processes use its CPU, because MPS has no process groups."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for each in ("accelerator.is_available", "backends.mps.is_available", "backends.mps.is_built"):
+        monkeypatch.setattr(f"torch.{each}", lambda: True)
+    given = ["--model_name_or_path", "m", "--train_file", "t.txt", "--output_dir", str(tmp_path)]
+    arguments = flags.parse(flags.argument_parser(""), given)
+    try:
+        assert flags.start(arguments).device.type == "mps"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = []
+    stand_in = SimpleNamespace(is_main_process=True, num_processes=2)
+    monkeypatch.setattr(flags, "Accelerator", lambda **given: asked.append(given) or stand_in)
+    flags.start(arguments)
+    assert asked[0]["cpu"]
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="torch 2.6 has no FSDP2 on CPUs")

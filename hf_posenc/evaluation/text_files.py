@@ -2,7 +2,6 @@
 
 import codecs
 import csv
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +43,9 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} can't be read: {error.strerror or error}") from None
 
 
-def check(path: Path, streaming: bool = False) -> None:
-    """Raises ValueError if `rows` can't read a file, or finds no examples. With `streaming`, it checks the first 10,000."""
-    if not sum(1 for _ in itertools.islice(rows(path), 10_000 if streaming else None)):
+def check(path: Path) -> None:
+    """Raises ValueError if `rows` can't read a file, or finds no examples."""
+    if not sum(1 for _ in rows(path)):
         raise ValueError(f"{path} has no rows. Use a file with at least one.")
 
 

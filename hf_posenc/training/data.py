@@ -10,6 +10,7 @@ import argparse
 import glob
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from hf_posenc.evaluation import text_files
 from hf_posenc.evaluation.text_files import KINDS
 from hf_posenc.modeling.text_batches import special_tokens
 from hf_posenc.serialization import tokenizer_files
@@ -31,21 +31,15 @@ Rows = list[tuple[int, Row]]
 def read(path: Path, streaming: bool = False) -> Any:
     """The examples in a local file or in all files of a directory. Raises SystemExit if it can't be read."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    if not files:
-        raise SystemExit(f"{path} is an empty directory. Use a directory with data files.")
     suffixes = sorted({file.suffix for file in files})
-    if len({KINDS.get(each) for each in suffixes}) > 1:
-        raise SystemExit(f"{path} contains files of several types, {', '.join(suffixes)}. Use one type per directory.")
-    for file in files:
-        if "::" in str(file.absolute()):
-            raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it.")
-        try:
-            text_files.check(file, streaming)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+    kind, *others = {KINDS.get(each) for each in suffixes} or {None}
+    if kind is None or others:
+        raise SystemExit(f"{path} has files of the types {suffixes}. Use files of one of the types {', '.join(KINDS)}.")
     # `datasets` reads a path as a pattern, and a relative one also as a URL.
     names = [glob.escape(str(file.absolute())) for file in files]
-    return _loaded(str(path), KINDS[files[0].suffix], data_files=names, split="train", streaming=streaming)
+    # By default, pandas reads texts such as "NA" as missing, and the first column as an index if all rows end with a comma.
+    options = {"index_col": False, "keep_default_na": False} if kind == "csv" else {}
+    return _loaded(str(path), kind, data_files=names, split="train", streaming=streaming, **options)
 
 
 def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -70,9 +64,15 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
         if arguments.validation_file:
             splits["validation"] = read(arguments.validation_file)
         if percentage := arguments.validation_split_percentage:
-            parts = splits["train"].train_test_split(test_size=percentage / 100, seed=arguments.seed)
+            # The seed is fixed, so that runs with other seeds and later training stages have the same validation data.
+            parts = splits["train"].train_test_split(test_size=percentage / 100, seed=0)
             splits = {"train": parts["train"], "validation": parts["test"]}
     if "validation" not in splits:
+        if arguments.load_best_model_at_end or arguments.early_stopping_patience:
+            raise SystemExit(
+                "--load_best_model_at_end and --early_stopping_patience need validation data. Set --validation_file or "
+                "--validation_split_percentage."
+            )
         accelerator.print("Without validation data, the model is trained and saved, but not evaluated.")
     return splits
 
@@ -199,23 +199,56 @@ def check_known(data: Any, tokenizer: Any) -> None:
         raise SystemExit(str(error)) from None
 
 
-def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:
-    """The numbered examples of all epochs, each shuffled, starting with number `start`."""
+def endless(
+    data: Any, seed: int, start: int, buffer: int, wanted: Callable[[int], bool] = lambda number: True
+) -> Iterator[tuple[int, Row]]:
+    """The examples of all epochs, each shuffled, with their numbers, which are `wanted` and at least `start`."""
     if not isinstance(data, IterableDataset):
         epoch, offset = divmod(start, len(data))
         for number in itertools.count(epoch):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + number)).tolist()
             for row in order[offset:]:
-                yield start, data[row]
+                if wanted(start):
+                    yield start, data[row]
                 start += 1
             offset = 0
     number, shuffled = 0, data.shuffle(seed=seed, buffer_size=buffer)
     for epoch in itertools.count():
         shuffled.set_epoch(epoch)
         for row in shuffled:
-            if number >= start:
+            if number >= start and wanted(number):
                 yield number, row
             number += 1
+
+
+@dataclass
+class Batches(torch.utils.data.IterableDataset):
+    """The batches of one of several processes, from example `start` of the stream on. Its workers take turns."""
+
+    data: Any
+    collate: Callable[[Rows, int], Any]
+    seed: int
+    buffer: int
+    start: int
+    batch_size: int
+    global_batch: int
+    process: int
+    processes: int
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        workers, own = (worker.num_workers, worker.id) if worker else (1, 0)
+
+        def wanted(number: int) -> bool:
+            turn, process = divmod((number - self.start) // self.batch_size, self.processes)
+            return process == self.process and turn % workers == own
+
+        rows: Rows = []
+        for number, row in endless(self.data, self.seed, self.start, self.buffer, wanted):
+            rows.append((number, row))
+            if len(rows) == self.batch_size:
+                yield self.collate(rows, number // self.global_batch + 1)
+                rows = []
 
 
 class Numbered(torch.utils.data.Dataset):

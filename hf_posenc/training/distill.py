@@ -13,8 +13,8 @@ the teacher's hidden states and embeddings.
 
 The texts come from --train_file or --dataset_name. Without these, they are the documentation of Python's standard library.
 Each step truncates them to a random length, each at a random place. With --long_text_length, some steps have texts longer
-than the teacher's maximum length, which the teacher reads in overlapping windows. A step has at most
---per_device_train_batch_size x --text_length tokens, so longer texts are in smaller batches.
+than the teacher's maximum length, which the teacher reads in overlapping windows. Such a step leaves texts out, so that it has
+at most as many tokens as a step with texts of --text_length.
 
 Embeddings are pooled by the modules of a SentenceTransformer, or otherwise by the mean over tokens. The command writes the
 model with these modules, its tokenizer, and distillation.json to --output_dir.
@@ -73,9 +73,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="percentage of steps with texts beyond --text_length",
     )
     arguments = flags.parse(parser, argv)
-    validated = arguments.validation_file or arguments.validation_split_percentage
-    if (validated or arguments.streaming) and not (arguments.train_file or arguments.dataset_name):
-        parser.error("--validation_file, --validation_split_percentage, and --streaming need --train_file or --dataset_name.")
+    needing = (
+        "validation_file",
+        "validation_split_percentage",
+        "streaming",
+        "load_best_model_at_end",
+        "early_stopping_patience",
+    )
+    for name in needing:
+        if getattr(arguments, name) and not (arguments.train_file or arguments.dataset_name):
+            parser.error(f"--{name} needs --train_file or --dataset_name.")
     if arguments.min_text_length > arguments.text_length:
         parser.error(f"--min_text_length {arguments.min_text_length} must be from 3 to --text_length {arguments.text_length}.")
     if arguments.long_text_length and arguments.long_text_length <= arguments.text_length:
@@ -140,8 +147,13 @@ class Distillation(Task):
             length = draw.randint(arguments.text_length + 1, longest)
         else:
             length = draw.randint(arguments.min_text_length, arguments.text_length)
-        kept = max(1, min(len(rows), arguments.per_device_train_batch_size * arguments.text_length // length))
-        return self.pad([{"input_ids": self._piece(row["input_ids"], length, number)} for number, row in rows[:kept]])
+        # Texts are left out by their place in the step, so that its division into batches changes no result.
+        size = arguments.global_batch
+        kept = max(1, min(size, size * arguments.text_length // length))
+        chosen = [(number, row) for number, row in rows if number % size * kept % size < kept]
+        # A batch whose texts are all left out has a short one that doesn't count.
+        pieces = [self._piece(row["input_ids"], length if chosen else 3, number) for number, row in chosen or rows[:1]]
+        return self.pad([{"input_ids": piece} for piece in pieces]) | {"items": len(chosen)}
 
     def _piece(self, ids: list[int], length: int, number: int) -> list[int]:
         """`length` tokens from a random place in a text, including special tokens."""
@@ -152,7 +164,7 @@ class Distillation(Task):
         return self.cut([*ids[: self.cut.head], *kept, *ids[self.cut.head + inner :]], length)
 
     def items(self, batch: Any) -> int:
-        return len(batch["input_ids"])
+        return batch["items"]
 
     def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
         return self._losses(model, batch).mean()
@@ -165,6 +177,7 @@ class Distillation(Task):
         return {"eval_loss": sum(losses) / len(losses), "eval_samples": len(losses)}
 
     def _losses(self, model: torch.nn.Module, batch: Any) -> Tensor:
+        batch = {name: each for name, each in batch.items() if name != "items"}
         target = teaching.states(self.teacher, batch, self.cut, self.usable)
         return distillation_losses(model(**batch).last_hidden_state, target, batch, self.pools)
 

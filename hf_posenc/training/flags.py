@@ -161,6 +161,11 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
         help="mixed precision (default: the setting of `accelerate launch`, or no)",
     )
     add("--gradient_checkpointing", action="store_true", help="trade compute time for memory")
+    add(
+        "--dataloader_num_workers",
+        type=at_least(0),
+        help="subprocesses of each process that prepare batches (default: 2, or 0 for training on a CPU)",
+    )
     add("--torch_compile", action="store_true", help="compile the model")
     add("--torch_compile_backend", default="inductor", help="backend of torch.compile")
 
@@ -195,7 +200,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     """
     import_modules(argv)
     parsed = parser.parse_args(argv)
-    evaluated = parsed.validation_file or parsed.validation_split_percentage or parsed.dataset_name
     together = {
         "--dataset_config_name needs --dataset_name.": parsed.dataset_config_name and not parsed.dataset_name,
         "--validation_split_percentage and --validation_file exclude each other. Set one of them.": (
@@ -208,9 +212,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         and not parsed.max_train_steps,
         "--checkpointing_steps epoch doesn't support --streaming. Set a number of steps.": parsed.streaming
         and parsed.checkpointing_steps == "epoch",
-        "--early_stopping_patience and --load_best_model_at_end need validation data. Set --validation_file.": (
-            (parsed.early_stopping_patience or parsed.load_best_model_at_end) and not evaluated
-        ),
         "--model_max_length needs --position_encoding or --extend. Set one of them, or omit it.": (
             parsed.model_max_length and not (parsed.position_encoding or parsed.extend)
         ),
@@ -260,8 +261,10 @@ def start(arguments: argparse.Namespace) -> Accelerator:
             "processes use old addresses and hang (https://github.com/pytorch/pytorch/issues/135712)."
         )
     set_seed(arguments.seed)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
+        # Without this, processes of torchrun on CPUs would be runs of their own. MPS has no process groups.
+        cpu=not torch.accelerator.is_available() or (torch.backends.mps.is_available() and several),
         mixed_precision=arguments.mixed_precision,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         dynamo_backend=arguments.torch_compile_backend if arguments.torch_compile else None,
@@ -279,4 +282,6 @@ def start(arguments: argparse.Namespace) -> Accelerator:
             )
     if not accelerator.is_main_process:
         disable_progress_bars()
+    batches = accelerator.num_processes * arguments.gradient_accumulation_steps
+    arguments.global_batch = batches * arguments.per_device_train_batch_size
     return accelerator

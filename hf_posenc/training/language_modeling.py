@@ -45,7 +45,7 @@ class LanguageModeling(Task):
             losses, counts = token_losses(logits, labels)
             right = ((logits.argmax(-1) == labels) & (labels != -100)).sum(1)
             gathered = accelerator.gather_for_metrics((losses, right, counts))
-            sums += torch.stack([each.double().sum().cpu() for each in gathered])
+            sums += torch.stack([each.cpu().double().sum() for each in gathered])  # MPS has no float64
         loss, right, count = sums.tolist()
         if not count:
             raise SystemExit("The validation data contain no token to predict. Use longer texts.")

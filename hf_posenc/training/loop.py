@@ -1,6 +1,7 @@
 """The training loop with Accelerate. A killed and resumed run has the same results as an uninterrupted run."""
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, get_scheduler
 from hf_posenc import _compat
 from hf_posenc.progress import ProgressBar
 from hf_posenc.training import checkpoints, output
-from hf_posenc.training.data import Numbered, endless
+from hf_posenc.training.data import Batches, Numbered
 from hf_posenc.training.models import shard
 from hf_posenc.training.task import Task
 
@@ -26,6 +27,7 @@ FREE_TO_CHANGE = {
     "output_dir", "resume_from_checkpoint", "checkpointing_steps", "keep_last", "with_tracking", "report_to", "push_to_hub",
     "hub_model_id", "hub_private_repo", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "num_train_epochs", "gradient_checkpointing", "torch_compile", "torch_compile_backend",
+    "dataloader_num_workers",
 }  # fmt: skip
 """Options that a resumed run can change. Instead of those that determine them, the global batch and the steps are compared."""
 
@@ -94,7 +96,7 @@ class Run:
         self.data, self.progress, self.output_dir = splits["train"], Progress(), arguments.output_dir
         self.kind = type(model)
         per_device = arguments.per_device_train_batch_size
-        self.global_batch = per_device * accelerator.num_processes * arguments.gradient_accumulation_steps
+        self.global_batch = arguments.global_batch
         # The number of examples in a stream is unknown.
         self.steps_per_epoch = 0 if arguments.streaming else math.ceil(len(self.data) / self.global_batch)
         self.steps = arguments.max_train_steps or arguments.num_train_epochs * self.steps_per_epoch
@@ -114,10 +116,7 @@ class Run:
         self.validation: DataLoader | None = None
         if "validation" in splits:
             batch_size = arguments.per_device_eval_batch_size
-            # Its own generator keeps the random state of the training unchanged.
-            loader = DataLoader(
-                Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate, generator=torch.Generator()
-            )
+            loader = self._loader(Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate)
             self.validation = accelerator.prepare(loader)
         accelerator.register_for_checkpointing(self.progress, self.scheduler)
         # Dropout differs between processes.
@@ -136,7 +135,31 @@ class Run:
 
     def _said(self) -> dict[str, Any]:
         said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.arguments).items()}
-        return {**said, "global_batch": self.global_batch, "steps": self.steps}
+        return {**said, "steps": self.steps}
+
+    def _loader(self, data: Any, **options: Any) -> DataLoader:
+        device, workers = self.accelerator.device.type, self.arguments.dataloader_num_workers
+        if workers is None:
+            workers = 0 if device == "cpu" else 2
+        # A stream is one shard. Its own generator keeps the random state of the training unchanged.
+        workers, generator = min(workers, 1) if self.arguments.streaming else workers, torch.Generator()
+        return DataLoader(data, num_workers=workers, generator=generator, pin_memory=device == "cuda", **options)
+
+    def batches(self) -> DataLoader:
+        """The batches of this process from the current step on, in an endless stream."""
+        arguments, accelerator = self.arguments, self.accelerator
+        stream = Batches(
+            self.data,
+            self.task.collate,
+            arguments.seed,
+            arguments.shuffle_buffer,
+            self.progress.step * self.global_batch,
+            arguments.per_device_train_batch_size,
+            self.global_batch,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        return self._loader(stream, batch_size=None)
 
     def resume(self) -> None:
         """Load the checkpoint of --resume_from_checkpoint. Raises SystemExit if changed options would change the results."""
@@ -164,11 +187,11 @@ class Run:
         bar = ProgressBar(
             total=self.steps, initial=progress.step, desc="training", unit="step", disable=not accelerator.is_main_process
         )
-        windows = self._windows()
+        batches = iter(self.batches())
         while progress.step < self.steps and not self._stopped():
             started = time.perf_counter()
             self.model.train(self.task.dropout)
-            self._step(next(windows))
+            self._step(batches)
             progress.seconds += time.perf_counter() - started
             recent = progress.losses[-10:]
             bar.update()
@@ -186,28 +209,14 @@ class Run:
         if self.validation and not (progress.evaluations and progress.evaluations[-1]["step"] == progress.step):
             self._evaluate(self.validation)
 
-    def _windows(self) -> Iterator[list[Any]]:
-        """The batches of this process for each step."""
-        size, processes = self.arguments.per_device_train_batch_size, self.accelerator.num_processes
-        mine, window = [], []
-        first = self.progress.step * self.global_batch
-        for number, row in endless(self.data, self.arguments.seed, first, self.arguments.shuffle_buffer):
-            if number // size % processes == self.accelerator.process_index:
-                mine.append((number, row))
-            if (number + 1) % (size * processes) == 0:
-                window.append(self.task.collate(mine, number // self.global_batch + 1))
-                mine = []
-            if (number + 1) % self.global_batch == 0:
-                yield window
-                window = []
-
-    def _step(self, window: list[Any]) -> None:
+    def _step(self, batches: Iterator[Any]) -> None:
         accelerator, progress, task = self.accelerator, self.progress, self.task
+        window = list(itertools.islice(batches, self.arguments.gradient_accumulation_steps))
         items = torch.tensor([[task.items(batch), task.tokens(batch)] for batch in window], device=accelerator.device)
         all_items, all_tokens = accelerator.reduce(items.sum(0), reduction="sum").tolist()
         total = torch.zeros((), device=accelerator.device)
         for batch, mine in zip(window, items[:, 0].tolist(), strict=True):
-            batch = send_to_device(batch, accelerator.device)
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
             with accelerator.accumulate(self.model):
                 # The mean over zero items is NaN.
                 loss = task.loss(self.model, batch, progress.step + 1)
