@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel
+from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import (
     AutoModelForSequenceClassification,
@@ -20,6 +21,13 @@ from transformers import (
 from hf_posenc.training.data import Cut, Row, Rows, check_columns
 from hf_posenc.training.supervised import Supervised, check_fast
 from hf_posenc.training.task import token_losses
+
+Labels = list[list[int]]
+"""The numbers of the labels of each example."""
+
+
+def flat(labels: Labels) -> list[int]:
+    return [label for row in labels for label in row]
 
 
 class Labelled(Supervised):
@@ -106,9 +114,9 @@ class Labelled(Supervised):
         return self.pad([{"input_ids": row["input_ids"], "labels": row["labels"]} for _, row in rows])
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """Accuracy, macro-F1, the mean loss per label, and the share of the most frequent label for comparison."""
-        predicted: list[int] = []
-        expected: list[int] = []
+        """Accuracy, F1, the mean loss per label, and the share of the most frequent label for comparison."""
+        predicted: Labels = []
+        expected: Labels = []
         losses = 0.0
         for batch in batches:
             logits, labels = model(**batch).logits, batch["labels"]
@@ -118,16 +126,21 @@ class Labelled(Supervised):
             answers = accelerator.pad_across_processes(logits.argmax(-1), dim=1)
             labels = accelerator.pad_across_processes(labels, dim=1, pad_index=-100)
             answers, labels, own = accelerator.gather_for_metrics((answers, labels, own))
-            predicted += answers[labels != -100].tolist()
-            expected += labels[labels != -100].tolist()
-            losses += own.double().sum().item()
+            for said, wanted in zip(answers.tolist(), labels.tolist(), strict=True):
+                predicted.append([answer for answer, label in zip(said, wanted, strict=True) if label != -100])
+                expected.append([label for label in wanted if label != -100])
+            losses += own.cpu().double().sum().item()
+        wanted = flat(expected)
         return {
-            "eval_accuracy": float(accuracy_score(expected, predicted)),
-            "eval_macro_f1": float(f1_score(expected, predicted, average="macro")),
-            "eval_loss": losses / len(expected),
-            "eval_majority_share": max(Counter(expected).values()) / len(expected),
-            "eval_samples": len(expected),
+            "eval_accuracy": float(accuracy_score(wanted, flat(predicted))),
+            **self.f1(expected, predicted),
+            "eval_loss": losses / len(wanted),
+            "eval_majority_share": max(Counter(wanted).values()) / len(wanted),
+            "eval_samples": len(wanted),
         }
+
+    def f1(self, expected: Labels, predicted: Labels) -> dict[str, float]:
+        return {"eval_macro_f1": float(f1_score(flat(expected), flat(predicted), average="macro"))}
 
 
 class SequenceClassification(Labelled):
@@ -138,6 +151,7 @@ class TokenClassification(Labelled):
     """Predicts the label of a word at its first token. Words that are truncated or have no token are ignored."""
 
     kind = AutoModelForTokenClassification
+    best_by = "eval_f1"
     of_words = True
 
     def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
@@ -153,6 +167,14 @@ class TokenClassification(Labelled):
         if len(words) != len(labels):
             raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels. Each word needs one label.")
         return [self.check_label(each, where) for each in labels]
+
+    def f1(self, expected: Labels, predicted: Labels) -> dict[str, float]:
+        """Precision, recall, and F1 over entities. A label without a prefix such as B- is an entity of one word."""
+        names = [self._shown(label) for label in self.ids]
+        names = [name if name == "O" or name[1:2] == "-" else f"B-{name}" for name in names]
+        tags = ([[names[label] for label in row] for row in rows] for rows in (expected, predicted))
+        precision, recall, f1, _ = precision_recall_fscore_support(*tags, average="micro", zero_division=0)
+        return {"eval_precision": float(precision), "eval_recall": float(recall), "eval_f1": float(f1)}
 
     def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         made = super().prepare(accelerator, length)

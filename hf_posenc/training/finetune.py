@@ -8,7 +8,8 @@ Examples:
 
 Columns and metrics of each task:
     sequence-classification   A text and a label (string or integer). Metrics: accuracy and macro-F1.
-    token-classification      Words and a label per word, as lists or strings separated by spaces. Metrics: the same.
+    token-classification      Words and a label per word, as lists or strings separated by spaces. Metrics: accuracy of words,
+                              and precision, recall, and F1 of entities (seqeval), whose labels have the prefixes B- and I-.
     question-answering        `question`, `context`, and `answers` as in SQuAD: {"text": […], "answer_start": […]}. Both lists
                               are empty if there is no answer. Metrics: exact match and F1.
 
