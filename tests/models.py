@@ -1,6 +1,7 @@
 """The architectures and encodings of the tests: each tiny config once, and the models created from them."""
 
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ from packaging.version import Version
 from transformers import masking_utils
 
 import hf_posenc
-from hf_posenc._compat import takes_argument
 from tools.hosts.tiny import sizes_of
 
 LENGTH = 24
@@ -24,7 +24,7 @@ BERT = dict(
     max_position_embeddings=LENGTH,
     pad_token_id=0,
 )
-CACHE = "cache" if takes_argument(masking_utils.create_causal_mask, "cache") else "past_key_values"
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 """The name of the cache argument of models, which was renamed in Transformers 5.24."""
 LLAMA = dict(BERT, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
 DECODER: dict[str, Any] = dict(
@@ -81,6 +81,12 @@ class Host:
     @property
     def windowed(self):
         return any(name in self.sizes for name in WINDOWS)
+
+    @property
+    def structure(self):
+        """The facts that tests depend on, and the config's fields besides those of most models."""
+        fields = frozenset(self.sizes) - frozenset(LLAMA | BART | T5)
+        return self.kind, self.head, self.layers, self.block, self.tables, self.biases, self.written_out, self.own_rows, fields
 
     def __post_init__(self):
         object.__setattr__(self, "kind", self.kind or ("decoder" if self.causal else "encoder"))
@@ -310,8 +316,10 @@ OFFSET = [name for name, host in HOSTS.items() if host.offset]
 ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 REGISTERED = hf_posenc.list_encodings()
-GRIDS = tuple(name for name, kind in REGISTERED.items() if kind.axes > 1)
-"""Encodings of rows and columns, which these tests don't use."""
+GRIDS = ("sinusoidal_2d", "rope_2d")
+"""Encodings of rows and columns, for models of images."""
+CAUSAL_ONLY = ("cope", "fox", "xpos")
+"""Encodings for decoders."""
 ENCODINGS = tuple(name for name in REGISTERED if name not in GRIDS)
 """All other encodings, by name."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
@@ -354,11 +362,15 @@ def slow(*values):
 
 
 def suits(host, encoding):
-    """Whether a model supports an encoding. Encoders don't support those for decoders, and none supports those for images."""
+    """Whether a model supports an encoding. Some are for decoders, and some for images."""
     if (host, encoding) == ("gemma2", "self_extend"):  # self_extend corrects scores, but Gemma 2 caps them before
         return False
-    parts = [REGISTERED[part] for part in encoding.split("+") if part in REGISTERED]
-    return not any(part.axes > 1 or (part.causal_only and not ALL_HOSTS[host].causal) for part in parts)
+    names = {part.partition(",")[0] for part in encoding.split("+")}
+    if not ALL_HOSTS[host].causal and names & {*CAUSAL_ONLY}:
+        return False
+    if encoding == "alibi, one side, learned" and (ALL_HOSTS[host].causal or ALL_HOSTS[host].kind == "encoder-decoder"):
+        return False
+    return ALL_HOSTS[host].kind == "vision" or not names & {*GRIDS}
 
 
 def spec_of(encoding):
@@ -505,7 +517,7 @@ def tiny_config(name, **changes):
     return kind(**{**sizes_of(kind), **changes})
 
 
-_shared = []
+_shared: list[Any] = []
 
 
 def _state(model):

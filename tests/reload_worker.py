@@ -17,10 +17,12 @@ def problems(path):
     """The names of all checks of the models in a directory, and whether they pass."""
     expected = torch.load(path / "expected.pt")
     WithHead, inputs = getattr(transformers, expected["auto"]), expected["inputs"]
-    model, half = (WithHead.from_pretrained(path / "head", **more) for more in ({}, {"dtype": torch.bfloat16}))
+    model = WithHead.from_pretrained(path / "head")
     yield "with head", torch.equal(model(**inputs)[0], expected["head"])
     yield "experts", getattr(model.config, "_experts_implementation", None) == expected["experts"]
-    yield "half precision", half.dtype == torch.bfloat16 and torch.equal(half(**_half(inputs))[0], expected["half"])
+    if expected["half"] is not None:
+        half = WithHead.from_pretrained(path / "head", dtype=torch.bfloat16)
+        yield "half precision", half.dtype == torch.bfloat16 and torch.equal(half(**_half(inputs))[0], expected["half"])
     if expected["bare"] is not None:
         bare = transformers.AutoModel.from_pretrained(path / "bare")
         yield "bare", torch.equal(bare(**inputs)[0], expected["bare"])

@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from checks.decoding import NEW, generate
 from checks.registry import TEXT, WRITERS, Subject, check, named, source, without_windows
 from closeness import assert_close, assert_equal
+from cover import quick
 from models import ALL_WAYS, backends, patched, tokens
 
 COUNTING = ("cope", "fox")
@@ -77,7 +78,7 @@ def turns_of_a_batch_are_padded(it):
             at[row] += width
 
 
-@check("decoder", few=True, by_mechanism=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
+@check("decoder", on=quick, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
 @torch.no_grad()
 def generate_goes_on_behind_right_padding(it):
     """With right padding, new tokens are at positions 1, 2, ….
@@ -115,7 +116,7 @@ def added(shown, kind, lowest=LOWEST):
     return torch.zeros(seen.shape).masked_fill(~seen, lowest)
 
 
-@check("encoder", "decoder", by_mechanism=True)
+@check("encoder", "decoder")
 @torch.no_grad()
 def masks_in_every_form(it):
     """All mask formats that the original models support. `tests/test_backends.py` checks the errors for other formats."""
@@ -135,7 +136,7 @@ def masks_in_every_form(it):
 # One model called by several threads, from within its forward pass, and after a failed forward pass.
 
 
-@check("encoder", "decoder", few=True, slow=True)
+@check("encoder", "decoder", on=quick, slow=True)
 @torch.no_grad()
 def many_threads_at_once(it):
     """Threads run texts of several lengths, padded batches, and cached decoding."""
@@ -175,7 +176,7 @@ def batch(texts, side):
     return ids, mask
 
 
-@check(few=True, by_mechanism=True)
+@check(on=quick)
 @torch.no_grad()
 def forward_passes_within_one_another(it):
     """After a failure in its last layer, a model is called within its own forward pass, together with another model."""
@@ -219,7 +220,7 @@ def without_positions(name):
     return dict(seeded(Subject(name, "none").without).named_parameters())
 
 
-@check(once=True)
+@check()
 @torch.no_grad()
 def a_model_of_its_config(it):
     """A model created from the config.
@@ -244,7 +245,7 @@ def a_model_of_its_config(it):
     assert_equal(it.plain(empty), it.plain(it.model))
 
 
-@check(*TEXT, few=True, slow=True)
+@check(*TEXT, on=quick, slow=True)
 @torch.no_grad()
 def embeddings_are_replaced(it):
     """Embeddings are replaced by copies, resized, and converted to another dtype and back."""
@@ -270,7 +271,7 @@ def own_implementation(name):
         yield name
 
 
-@check("encoder", "decoder", few=True, slow=True)
+@check("encoder", "decoder", on=quick, slow=True)
 @torch.no_grad()
 def implementations_are_switched(it):
     """Implementations are switched by a method, a dict, and the config. One without bias support raises an error for biases."""
@@ -308,7 +309,7 @@ MODES = {
 }
 
 
-@check(*WRITERS, few=True, slow=True)
+@check(*WRITERS, on=quick, slow=True)
 @torch.no_grad()
 def generate_behind_padding_in_other_modes(it):
     """The logits of each token equal those of one forward pass over the row's text, without padding in its source."""
@@ -344,7 +345,7 @@ def generate_behind_padding_in_other_modes(it):
             assert_close(torch.stack(output.logits, dim=1)[row], right)
 
 
-@check(*WRITERS, few=True, slow=True)
+@check(*WRITERS, on=quick, slow=True)
 @torch.no_grad()
 def a_static_cache_is_used_again(it):
     cache = it.cache(it.model, StaticCache, max_cache_len=16)
@@ -361,7 +362,7 @@ def of_few(it):
     return it.name in ("bert", "gpt2", "llama") and it.encoding in ("alibi", "rope", "shaw", "learned", ALL_WAYS)
 
 
-@check("encoder", "decoder", few=True, slow=True, where=of_few)
+@check("encoder", "decoder", slow=True, on=quick, where=of_few)
 @torch.no_grad()
 def a_graph_of_one_length_runs_at_others(it):
     """Lengths are below and above 256 keys, padded and cached. From 256 keys, an untraced run on a CPU uses other kernels."""

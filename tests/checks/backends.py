@@ -7,6 +7,7 @@ import hf_posenc
 from checks.registry import TEXT, check
 from closeness import LOOSE, assert_close
 from conftest import GPU
+from cover import quick
 from models import backends, tokens
 from oracles import padded
 
@@ -31,7 +32,7 @@ def implementations_agree(it):
         assert_close(found, outputs["eager"])
 
 
-@check(once=True)
+@check()
 @torch.no_grad()
 def half_precision(it):
     expected = it.plain(it.model)
@@ -45,7 +46,7 @@ def half_precision(it):
         assert it.plain(it.model).isfinite().all()
 
 
-@check(slow=True, few=True)
+@check(on=quick, slow=True)
 @torch.no_grad()
 def compiles_as_one_graph(it):
     torch._dynamo.reset()
@@ -54,7 +55,7 @@ def compiles_as_one_graph(it):
     assert_close(compiled(**arguments)[0][real], it.model(**arguments)[0][real])
 
 
-@check(slow=True, few=True)
+@check(on=quick, slow=True)
 @torch.no_grad()
 def exports(it):
     arguments, real = given(it)

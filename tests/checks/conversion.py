@@ -15,10 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import hf_posenc
 from checks.registry import TEXT, WRITERS, check
 from closeness import assert_apart, assert_close, assert_equal
+from cover import quick, six
 from models import randomize, tokens
 
 
-@check(few=True, by_mechanism=True)
+@check(on=six)
 def a_dropped_model_is_freed(it):
     """No reference to a model remains elsewhere, such as in a registry of Transformers."""
     gc.disable()  # so that the model is in the youngest generation, which is collected fast
@@ -30,7 +31,7 @@ def a_dropped_model_is_freed(it):
     assert model() is None
 
 
-@check(by_mechanism=True)
+@check()
 def patch_keeps_the_host(it):
     model = it.fresh_stock().train()
     frozen = next(iter(model.base_model.parameters()))
@@ -64,7 +65,7 @@ def patch_keeps_the_host(it):
         assert_equal(it.plain(model.eval(), output_hidden_states=True), it.plain(it.stock))
 
 
-@check(by_mechanism=True)
+@check()
 def unpatch_gives_the_host_back(it):
     model = copy.deepcopy(it.stock)
     with torch.no_grad():
@@ -81,7 +82,7 @@ def unpatch_gives_the_host_back(it):
         assert_equal(it.plain(model), expected)
 
 
-@check(by_mechanism=True)
+@check()
 @torch.no_grad()
 def copies_are_independent(it):
     expected, buffer, twins = it.plain(it.model), io.BytesIO(), [it.twin()]
@@ -99,7 +100,7 @@ def copies_are_independent(it):
     assert it.model.config._attn_implementation == implementation
 
 
-@check(once=True)
+@check()
 def outputs_have_the_hosts_shapes(it):
     """Hidden states have the original shapes, and so have attention weights, whose rows sum to 1."""
     both = it.twin(), copy.deepcopy(it.stock)
@@ -115,7 +116,7 @@ def outputs_have_the_hosts_shapes(it):
             assert_close(ours[name][0].sum(-1), torch.ones_like(ours[name][0][..., 0]))
 
 
-@check("encoder", "decoder", few=True, by_mechanism=True)
+@check("encoder", "decoder", on=quick)
 def two_threads_at_once(it):
     """Two forward passes with different inputs each wait in every layer until the other one arrives there."""
     model = it.twin()

@@ -7,6 +7,7 @@ from transformers import DynamicCache, StaticCache
 
 from checks.registry import WRITERS, check, without_windows
 from closeness import assert_close, assert_equal
+from cover import quick
 from models import tokens
 
 NEW = 5
@@ -74,7 +75,7 @@ def generate(it, model, ids, mask, **settings):
     return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, dim=1)
 
 
-@check(*WRITERS, by_mechanism=True)
+@check(*WRITERS)
 @torch.no_grad()
 def generate_is_repeated_forward_passes(it):
     """Greedy decoding gives the same tokens with a dynamic cache, with a static cache, and without a cache.
@@ -93,7 +94,7 @@ def generate_is_repeated_forward_passes(it):
         assert_close(it.plain(model, text)[:, -NEW:], dynamic[1][row : row + 1])
 
 
-@check(*WRITERS, by_mechanism=True)
+@check(*WRITERS)
 @torch.no_grad()
 def a_prompt_read_once_is_continued_in_several_ways(it):
     prompt, cache = tokens(1, 6), it.cache(it.model)
@@ -106,7 +107,7 @@ def a_prompt_read_once_is_continued_in_several_ways(it):
     assert_close(torch.cat(found), it.plain(it.model, texts)[:, 6:])
 
 
-@check(*WRITERS, few=True, by_mechanism=True)
+@check(*WRITERS, on=quick)
 @torch.no_grad()
 def beams_are_forward_passes(it):
     """The score of a beam is the sum of the log-probabilities of its tokens."""
@@ -125,7 +126,7 @@ def beams_are_forward_passes(it):
     assert_close(output.sequences_scores, likely.gather(2, made[:, -NEW:, None]).sum((1, 2)))
 
 
-@check(*WRITERS, few=True, by_mechanism=True, where=without_windows)  # Transformers can't crop a cache of windows
+@check(*WRITERS, on=quick, where=without_windows)  # Transformers can't crop a cache of windows
 @torch.no_grad()
 def a_cropped_cache_goes_on(it):
     ids, cache = tokens(2, 12), it.cache(it.model, DynamicCache)

@@ -23,6 +23,7 @@ from checks.decoding import NEW, generate
 from checks.placement import EightBit
 from checks.registry import WRITERS, check, without_windows
 from closeness import assert_close
+from cover import quick, six
 from hf_posenc._compat import takes_argument
 from models import VOCABULARY, patched, tokens
 
@@ -39,7 +40,7 @@ PAGED = takes_argument(ContinuousBatchingConfig, "page_size")
 """Whether continuous batching has the arguments of Transformers 5.18."""
 
 
-@check(*WRITERS, few=True, by_mechanism=True)
+@check(*WRITERS, on=six)
 @torch.no_grad()
 def sampling_and_lookup_choose_from_forward_passes(it):
     """Several answers to a prompt, prompt lookup decoding, and assisted decoding with another model."""
@@ -55,7 +56,7 @@ def sampling_and_lookup_choose_from_forward_passes(it):
         check_choices(it, torch.cat([rows[:1], new], dim=1), logits)
 
 
-@check("decoder", few=True, by_mechanism=True)
+@check("decoder", on=six)
 @torch.no_grad()
 def a_prompt_is_read_in_chunks(it):
     prompt, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
@@ -64,9 +65,7 @@ def a_prompt_is_read_in_chunks(it):
     assert_close(generate(it, it.twin(), prompt, mask, prefill_chunk_size=4)[1], expected[1])
 
 
-@check(
-    *WRITERS, few=True, by_mechanism=True, where=lambda it: hasattr(cache_utils, "Fp8QuantizedLayer") and without_windows(it)
-)
+@check(*WRITERS, on=six, where=lambda it: hasattr(cache_utils, "Fp8QuantizedLayer") and without_windows(it))
 @torch.no_grad()
 def a_quantized_cache_only_rounds(it):
     """With a cache of Transformers 5.21, a quantized cache differs only by rounding."""
@@ -78,7 +77,7 @@ def a_quantized_cache_only_rounds(it):
         assert_close(it.in_pieces(it.model, ids, (7, 8, 10), cache), it.plain(it.model, ids), rtol=5e-3, atol=5e-3)
 
 
-@check("decoder", few=True, by_mechanism=True)
+@check("decoder", on=quick)
 @torch.no_grad()
 def packed_texts_of_a_collator(it):
     """Inputs of DataCollatorWithFlattening. Sequence boundaries without `position_ids` raise an error."""
@@ -95,7 +94,7 @@ def packed_texts_of_a_collator(it):
         it.model(**rows, use_cache=False)
 
 
-@check("decoder", few=True, by_mechanism=True, where=lambda it: it.name in ("llama", "qwen3", "gpt2") and PAGED)
+@check("decoder", on=six, where=lambda it: it.name in ("llama", "qwen3", "gpt2") and PAGED)
 @torch.no_grad()
 def continuous_batching_gives_what_generate_does(it):
     """Encodings that bias scores or widen keys raise an error."""
@@ -115,7 +114,7 @@ def continuous_batching_gives_what_generate_does(it):
     assert [output.generated_tokens for output in outputs.values()] == expected.tolist()
 
 
-@check("decoder", few=True, by_mechanism=True)
+@check("decoder", on=six)
 @torch.no_grad()
 def a_pipeline_gives_what_generate_does(it):
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}))
@@ -128,7 +127,7 @@ def a_pipeline_gives_what_generate_does(it):
     assert made.tolist() == generate(it, it.twin(), prompts, torch.ones_like(prompts))[0].tolist()
 
 
-@check(*WRITERS, few=True, slow=True)
+@check(*WRITERS, on=quick, slow=True)
 @torch.no_grad()
 def a_step_with_a_static_cache_compiles(it):
     torch._dynamo.reset()
@@ -139,7 +138,7 @@ def a_step_with_a_static_cache_compiles(it):
     assert_close(found, it.plain(it.model, ids))
 
 
-@check(few=True, by_mechanism=True)
+@check(on=six)
 @torch.no_grad()
 def linear_layers_quantised_before_patch_are_refused(it):
     stock = copy.deepcopy(it.stock)

@@ -8,9 +8,10 @@ from torch import nn
 
 from checks.registry import check
 from closeness import assert_close, assert_equal
+from cover import six
 
 
-@check(few=True, by_mechanism=True, where=lambda it: it.name != "llama4")  # its original model also fails
+@check(on=six, where=lambda it: it.name != "llama4")  # its original model also fails
 @torch.no_grad()
 def offloaded_weights_change_nothing(it):
     expected = it.plain(it.model)
@@ -37,7 +38,7 @@ class EightBit(nn.Linear):
         return nn.functional.linear(states, self.weight * self.scale, self.bias)
 
 
-@check(few=True, by_mechanism=True)
+@check(on=six)
 @torch.no_grad()
 def linear_layers_are_quantised_after_patch(it):
     """Linear layers in 8 bits give the same output as plain ones with the rounded weights."""

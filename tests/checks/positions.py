@@ -39,7 +39,7 @@ def order_is_visible(it):
         assert_close(*(it.plain(model, ids, **each) for each in given))
 
 
-@check(*TEXT, once=True)
+@check(*TEXT)
 @torch.no_grad()
 def length_is_limited_by_max_length_alone(it):
     long = tokens(1, LENGTH + 9)

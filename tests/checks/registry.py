@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import models
+from cover import cover
 from models import ALL_HOSTS, CACHE, LENGTH, Host, tokens
 
 TEXT = ("encoder", "decoder", "encoder-decoder")
@@ -31,18 +32,14 @@ class Check:
 
     run: raises an error if the property doesn't hold.
     kinds: kinds of models.
-    few: whether it is too slow for all pairs of models and encodings.
-    once: whether `make test` runs it only with each encoding on one model, and on each model with all mechanisms at once.
-    by_mechanism: whether `make test` also omits it for encodings that are similar to another one.
+    on: returns the pairs of a model and an encoding that it runs on. `make test` omits those that aren't in `cover.quick()`.
     slow: whether `make test` skips it.
     where: selects the subjects that should have the property. None for all of these kinds.
     """
 
     run: Callable[["Subject"], None]
     kinds: tuple[str, ...]
-    few: bool
-    once: bool
-    by_mechanism: bool
+    on: Callable[[], list[tuple[str, str]]]
     slow: bool
     where: Callable[["Subject"], bool] | None
 
@@ -53,12 +50,12 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(*kinds, few=False, once=False, by_mechanism=False, slow=False, where=None):
+def check(*kinds, on=cover, slow=False, where=None):
     """Register a function of a Subject as a check under its name."""
 
     def add(run):
         assert run.__name__ not in CHECKS, run.__name__
-        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, once or few or by_mechanism, by_mechanism, slow, where)
+        CHECKS[run.__name__] = Check(run, kinds or EVERY, on, slow, where)
         return run
 
     return add

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 from checks.conversion import layers
 from checks.registry import TEXT, Subject, check
 from closeness import assert_close
+from cover import six
 from hf_posenc import _compat
 from models import tokens
 from oracles import gradients
@@ -28,7 +29,7 @@ IDLE = re.compile(r"bias_v$|\.experts\.")
 that a router sends no tokens to."""
 
 
-@check(once=True)
+@check()
 def gradients_reach_every_parameter(it):
     reached = reached_by(it, it.twin())
     assert {name for name, _ in it.model.named_parameters() if "posenc." in name} <= reached
@@ -53,7 +54,7 @@ def without_dropout(it):
     return it.fresh(**it.host.no_dropout).train()
 
 
-@check(by_mechanism=True)
+@check()
 def gradient_checkpointing_changes_nothing(it):
     if not it.model.supports_gradient_checkpointing:
         pytest.skip("without gradient checkpointing")
@@ -66,7 +67,7 @@ def gradient_checkpointing_changes_nothing(it):
         assert_close(gradients(model, functools.partial(loss, it)), expected)
 
 
-@check("encoder", "decoder", few=True, by_mechanism=True)
+@check("encoder", "decoder", on=six)
 def layers_in_checkpoint_wrappers(it):
     """With FSDP's wrappers, the backward pass recomputes a layer from its arguments only, outside the model's forward pass."""
     ids, mask = tokens(), torch.ones(2, 11, dtype=torch.long)
@@ -91,7 +92,7 @@ def layers_in_checkpoint_wrappers(it):
         assert_close({name.replace("_checkpoint_wrapped_module.", ""): each for name, each in found.items()}, expected)
 
 
-@check(few=True, by_mechanism=True)
+@check(on=six)
 @torch.no_grad()
 def lora_is_saved_and_loaded(it):
     linear = {name.rpartition(".")[2] for name, each in it.model.named_modules() if type(each) is torch.nn.Linear}
