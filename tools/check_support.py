@@ -39,14 +39,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 from tools.hosts import checks, tiny
 from tools.hosts.checks import STOCK_FAILS
-from tools.hosts.verdicts import Verdict, folder_of, judge
+from tools.hosts.verdicts import Verdict, judge
 
 WIDTH = 128
 MARKERS = "<!-- tables by tools/check_support.py: begin -->", "<!-- tables by tools/check_support.py: end -->"
@@ -58,15 +57,7 @@ HERE = Path(__file__).resolve().parent
 
 def folders() -> set[str]:
     """The directories of all model types."""
-    return {folder_of(kind) for kind in model_types()}
-
-
-def model_types() -> list[str]:
-    """Transformers' model types that an Auto class supports, and all model types of directories without such a type."""
-    kinds = [kind for kind in sorted(CONFIG_MAPPING) if CONFIG_MAPPING[kind].__module__.startswith("transformers.models.")]
-    by_auto = [kind for kind in kinds if tiny.auto_class_of(kind) is not None]
-    known = {folder_of(kind) for kind in by_auto}
-    return sorted([*by_auto, *(kind for kind in kinds if folder_of(kind) not in known)])
+    return {tiny.folder_of(kind) for kind in tiny.model_types()}
 
 
 def installed() -> list[str]:
@@ -128,7 +119,7 @@ def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[V
                 progress.update()
             for worker in workers:
                 if worker.kind and time.monotonic() - worker.since > limit:
-                    kept.add(Verdict(worker.kind, folder_of(worker.kind), crash=f"not done within {limit:.0f} seconds"))
+                    kept.add(Verdict(worker.kind, tiny.folder_of(worker.kind), crash=f"not done within {limit:.0f} seconds"))
                     progress.update()
                     worker.stop()
             workers = [worker for worker in workers if worker.process.is_alive()]
@@ -161,7 +152,7 @@ class _Worker:
             return self.connection.recv()
         except (EOFError, OSError):
             self.stop()
-            return Verdict(kind, folder_of(kind), crash="its process died")
+            return Verdict(kind, tiny.folder_of(kind), crash="its process died")
 
     def stop(self) -> None:
         self.kind = ""
@@ -365,7 +356,7 @@ def main() -> None:
     args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
         args.verdicts_file.unlink(missing_ok=True)
-    kinds = known = model_types()
+    kinds = known = tiny.model_types()
     if args.types:
         kinds = args.types.split(",")
         if unknown := {*kinds} - {*known}:

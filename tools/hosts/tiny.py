@@ -228,6 +228,19 @@ def _value(config: Any, name: str) -> Any:
         return None
 
 
+def folder_of(kind: str) -> str:
+    """The directory of a model type in Transformers."""
+    return CONFIG_MAPPING[kind].__module__.split(".")[2]
+
+
+def model_types() -> list[str]:
+    """Transformers' model types that an Auto class supports, and all model types of directories without such a type."""
+    kinds = [kind for kind in sorted(CONFIG_MAPPING) if CONFIG_MAPPING[kind].__module__.startswith("transformers.models.")]
+    by_auto = [kind for kind in kinds if auto_class_of(kind) is not None]
+    known = {folder_of(kind) for kind in by_auto}
+    return sorted([*by_auto, *(kind for kind in kinds if folder_of(kind) not in known)])
+
+
 @functools.cache
 def auto_class_of(kind: str) -> Any:
     """The Auto class for a model type. The class in its recipe has priority, then AutoModel."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from tools.hosts import checks, tiny
@@ -108,7 +107,7 @@ def judge(kind: str) -> Verdict:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    folder = folder_of(kind)
+    folder = tiny.folder_of(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = tiny.build(kind)
@@ -127,7 +126,12 @@ def _judged(kind: str, model: Any, part: str = "") -> Verdict:
     checks.patch(model, "none", part)  # raises UnsupportedModelError for an unsupported model
     host = checks.Host(kind, model, part)
     return Verdict(
-        kind, folder_of(kind), part, _source(model.get_submodule(host.path)), tuple(host.taken), checks.checked(host)
+        kind,
+        tiny.folder_of(kind),
+        part,
+        original_encoding(model.get_submodule(host.path)),
+        tuple(host.taken),
+        checks.checked(host),
     )
 
 
@@ -148,7 +152,8 @@ def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) ->
     return best
 
 
-def _source(stock: Any) -> str:
+def original_encoding(stock: Any) -> str:
+    """The positions of an original model."""
     try:
         return hf_posenc.inspect(stock).encoding
     except Exception:
@@ -157,7 +162,7 @@ def _source(stock: Any) -> str:
 
 def _refusal(kind: str, error: hf_posenc.UnsupportedModelError, part: str = "") -> Verdict:
     message, _, remedy = str(error).partition(". The model was not changed. ")
-    return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
+    return Verdict(kind, tiny.folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
 
 
 def _why_unbuilt(kind: str) -> str:
@@ -170,7 +175,3 @@ def _why_unbuilt(kind: str) -> str:
     except Exception:
         return "no tiny configuration is known"
     return "no tiny model"
-
-
-def folder_of(kind: str) -> str:
-    return CONFIG_MAPPING[kind].__module__.split(".")[2]
