@@ -4,7 +4,10 @@
 
 A mutant is the source with one line changed inside a function body. The tool first samples a line, uniformly from all lines to
 which an operator applies, and then one of the line's edits. The mutants depend only on the seed and the source, so that two
-test suites can be compared on the same mutants. To measure another checkout, run the tool in its directory.
+test suites can be compared on the same mutants. To measure another checkout, copy this file into its tools/ and run it there:
+
+    git worktree add /tmp/base a9e84f8b && cp tools/mutate.py /tmp/base/tools/ && cd /tmp/base
+    python -m tools.mutate --packages hf_posenc/architectures --mutants 50
 
 The first run records with pytest-cov which tests reach which line, also in processes that `tests/launcher.py` starts. A mutant
 is killed if one of these tests fails, or if they take more than three times the recorded time plus a minute. A test that also
@@ -207,11 +210,15 @@ def state_of(root: Path, packages: Iterable[str]) -> str:
 
 
 def record(root: Path, packages: Iterable[str], folder: Path, processes: int) -> None:
-    """Run the test suite, and record which tests reach which line and how long each takes."""
+    """Run the test suite, and record which tests reach which line and how long each takes, for all directories of the packages.
+
+    `state_of` doesn't tell these directories apart, so that a run on others reuses the recording.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-n", str(processes)]
-    command += ["--dist", "loadfile", "--no-loadscope-reorder", *(f"--cov={each}" for each in packages), "--cov-context=test"]
+    command += ["--dist", "loadfile", "--no-loadscope-reorder", "--cov-context=test"]
+    command += [f"--cov={top}" for top in sorted({each.partition("/")[0] for each in packages})]
     command += [f"--cov-config={os.devnull}", "--cov-report=", "--junitxml", str(folder / "unfinished.xml")]
     subprocess.run(command, cwd=root, env={**os.environ, "COVERAGE_FILE": str(folder / "coverage")}, check=False)
     (folder / "unfinished.xml").rename(folder / "tests.xml")
