@@ -35,8 +35,6 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed
 	$(BIN)/python -m pytest -m 'not slow' $(WORKERS)
 
-# What has passed isn't run again after an interruption, until a source changes.
-test-all: export RESUME_FILE = build/test-all.txt
 test-all: .venv/installed
 	$(BIN)/python -m pytest $(WORKERS)
 

@@ -18,7 +18,6 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from launcher import Launcher, Servers
-from resume import Resume
 
 ROOT = Path(__file__).parents[1]
 GPU = os.environ.get("GPU", "cuda")
@@ -44,8 +43,6 @@ class ByFileAndHost(LoadFileScheduling):
 
 def pytest_configure(config):
     SHARED.update(getattr(config, "workerinput", {}))
-    if os.environ.get("RESUME_FILE"):
-        config.pluginmanager.register(Resume(config))
 
 
 @pytest.hookimpl(optionalhook=True)

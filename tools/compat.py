@@ -197,7 +197,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
         f"--junitxml={report}",
     ]
     try:
-        said = run(python_of(name), *command, *files, RESUME_FILE=str(FOLDER / f"{name}.txt"), PYTHONPATH=str(ROOT))
+        said = run(python_of(name), *command, *files, PYTHONPATH=str(ROOT))
     except Failed as failed:
         said = failed.said
     write_text(FOLDER / f"{name}.log", said)
