@@ -8,7 +8,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
@@ -34,15 +34,13 @@ WHERE = ("encoder", "decoder", "cross")
 PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "submodels", "where", "windows")
 """The keys of `position_encoding` that aren't options of an encoding. `layers` is next to the options of each part."""
 PARSED = "_position_spec"
-"""The attribute of a config with its parsed `position_encoding`. It isn't saved."""
+"""The attribute of a config with its `position_encoding`, before and after parsing. It isn't saved."""
 PLAN = "position_plan"
 """The attribute of a config with its plans."""
 LENGTH_FIELD = "max_position_embeddings"
 """The config field for a model's maximum length. Configs with another name for it map it (GPT-2's n_positions)."""
 ROPE = "rope_parameters"
 """The config field of rotary positions. It contains the parameters of one rule, or one rule for each layer type."""
-REPLACED = "replaced"
-"""The key in `position_encoding` of a file with the fields of the original config that no longer apply, by dotted path."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """A model's ID on the Hub. A path with one directory looks the same."""
 
@@ -170,14 +168,12 @@ class OriginalSpec:
     name_or_path: the original model's ID on the Hub. Empty if it was loaded from elsewhere.
     rows: the length field of the original config: the number of position embeddings, if it has any.
     kept: whether the original learned positions are saved as `posenc.original.*`.
-    fingerprint: a hash of the weights when the model was patched.
     max_seq_length: that of the patched SentenceTransformer. Omitted for other models.
     """
 
     name_or_path: str
     rows: int | None
     kept: bool
-    fingerprint: str
     max_seq_length: int | None = None
 
     @classmethod
@@ -185,7 +181,7 @@ class OriginalSpec:
         """Raises ValueError for anything that `to_dict` doesn't write."""
         if given is None:
             return None
-        kinds = {"name_or_path": (str,), "rows": (int, type(None)), "kept": (bool,), "fingerprint": (str,)}
+        kinds = {"name_or_path": (str,), "rows": (int, type(None)), "kept": (bool,)}
         optional = {"max_seq_length": (int,)}
         if (
             not isinstance(given, dict)
@@ -547,14 +543,14 @@ def _without_path(written: dict[str, Any]) -> dict[str, Any]:
 def read(config: Any) -> PositionSpec:
     """The spec of a config with `position_encoding`, parsed again only if it has changed."""
     known = vars(config).get(PARSED)
-    if known is None or known.to_dict() != config.position_encoding:
-        known = vars(config)[PARSED] = PositionSpec.parse(config.position_encoding)
-    return known
+    if known is None or known[0] != config.position_encoding:
+        known = vars(config)[PARSED] = copy.deepcopy(config.position_encoding), PositionSpec.parse(config.position_encoding)
+    return known[1]
 
 
 def write(config: Any, spec: PositionSpec) -> None:
     """Set a config's `position_encoding`."""
-    config.position_encoding, vars(config)[PARSED] = spec.to_dict(), spec
+    config.position_encoding, vars(config)[PARSED] = spec.to_dict(), (spec.to_dict(), spec)
 
 
 def change_class(config: Any, cls: Any) -> None:
@@ -578,49 +574,6 @@ def make_stock(config: Any) -> None:
     change_class(config, type(config).original_class)
     for name in ("position_encoding", PLAN, PARSED, "auto_map"):
         vars(config).pop(name, None)
-
-
-def set_aside(config: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """The form for a file, `written`, of a config whose RoPE is replaced, with its `rope_parameters` in `position_encoding`.
-
-    Other tools would otherwise rotate by them. In memory, the field stays, because the disabled modules are built from it.
-    """
-    moved = {f"{path}{ROPE}": found.pop(ROPE) for path, found in _without_rope(config, written) if found.get(ROPE)}
-    return {**written, "position_encoding": {**written["position_encoding"], REPLACED: moved}} if moved else written
-
-
-def _without_rope(config: Any, written: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The path and the file's form of a config and its sub-configs, if all of their original positions are replaced."""
-    if hasattr(type(config), "position_spec") and config.position_encoding is not None and read(config).replaces_all:
-        yield path, written
-    for name in part_names(config):
-        part, found = getattr(config, name, None), written.get(name)
-        if isinstance(part, PreTrainedConfig) and isinstance(found, dict):
-            yield from _without_rope(part, found, f"{path}{name}.")
-
-
-def put_back(written: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config with those that `set_aside` moved in their own place. Raises ValueError for anything else."""
-    encoding = written.get("position_encoding")
-    if not isinstance(encoding, dict) or REPLACED not in encoding:
-        return written
-    moved = encoding[REPLACED]
-    written = {**written, "position_encoding": {key: value for key, value in encoding.items() if key != REPLACED}}
-    try:
-        for name, value in moved.items():
-            *path, last = name.split(".")
-            owner: dict[str, Any] = written
-            for part in path:
-                owner[part] = owner = {**owner[part]}
-            if last != ROPE or not isinstance(value, dict):
-                raise TypeError
-            owner[last] = value
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError(
-            f"position_encoding[{REPLACED!r}], which saving writes, must not be edited, but contains {short_repr(moved)}. "
-            f"Restore it ({ROPE} of the original config)."
-        ) from None
-    return written
 
 
 def part_names(config: Any) -> list[str]:

@@ -4,30 +4,11 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
 from models import BERT, LLAMA, Host, first, patched, stock, tokens
-
-
-@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
-def test_a_weight_file_by_itself_tells_its_encoding(shards, tmp_path):
-    for encoding in ("shaw", "alibi"):  # into the same directory
-        model = patched("bert", encoding)
-        model.save_pretrained(tmp_path, **shards)
-        paths = list(tmp_path.glob("*.safetensors"))
-        assert (len(paths) > 1) == bool(shards)
-        for path in paths:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-            assert metadata["format"] == "pt" and json.loads(metadata["position_encoding"]) == model.config.position_encoding
-        assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
-        assert not list(tmp_path.glob("*.labelled"))
-        saved = {path.name: path.read_bytes() for path in paths}
-        model.save_pretrained(tmp_path / "again", **shards)
-        assert {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")} == saved
 
 
 def test_another_type_on_load(tmp_path):

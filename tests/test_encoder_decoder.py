@@ -403,8 +403,7 @@ def test_token_embeddings_that_were_resized(pair):
     model.resize_token_embeddings(VOCABULARY + 3)
     new = hf_posenc.patch(model, "alibi")
     new.resize_token_embeddings(VOCABULARY + 5)
-    with pytest.warns(UserWarning, match="weights have changed"):
-        again = hf_posenc.unpatch(new)
+    again = hf_posenc.unpatch(new)
     with torch.no_grad():
         assert_equal(outputs(again, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
 

@@ -113,7 +113,7 @@ def test_learned_vectors_by_the_formula():
 
 @pytest.mark.parametrize("name", ["vit", "beit-all", "clip", "registers", "dinov3"])
 @pytest.mark.parametrize("encoding", ["sinusoidal_2d", "rope_2d", "relative"])
-def test_encodings_for_any_size(name, encoding, recwarn):
+def test_encodings_for_any_size(name, encoding):
     """The encoding stays the same. `unpatch` gives the original model at the new size."""
     model, pixels = stock(name), images(height=BIGGER, width=BIGGER)
     patched = randomize_encoding(hf_posenc.patch(model, encoding))
@@ -122,7 +122,6 @@ def test_encodings_for_any_size(name, encoding, recwarn):
     assert_equal(states(resized, pixels), at_any_size(patched, pixels))
     assert_apart(states(resized, pixels), at_any_size(model, pixels))
     assert_equal(states(hf_posenc.unpatch(resized), pixels), at_any_size(model, pixels))
-    assert not [each for each in recwarn if "weights have changed" in str(each.message)]
 
 
 def test_the_original_table_as_an_encoding():

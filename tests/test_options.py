@@ -581,7 +581,7 @@ def test_compositions_are_not_listed():
 
 
 RESERVED = ["type", "aliases", "geometry", "calibration", "max_length", "layers", "host", "original"]
-RESERVED += ["replaced", "inject", "where", "keep_original", "submodel"]
+RESERVED += ["inject", "where", "keep_original", "submodel"]
 
 
 def test_names_which_would_not_fit():

@@ -279,8 +279,10 @@ def test_a_module_of_another_form(own, kept):
     with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_attention(attention, scaling=1.0)
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known.*for layers.*custom_model.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known.*for layers.*custom_model.md") as refused:
         hf_posenc.patch(stock, "rope")
+    error = refused.value
+    assert error.message in str(error) and str(error).endswith(error.remedy) and len(error.message) < len(str(error)) / 2
     hf_posenc.register_positions(cls, "angles", disabled_output=unturned)
     ids = tokens(2, 9)
     without = hf_posenc.patch(stock, "none")

@@ -109,8 +109,6 @@ def test_distill(launch, tiny, tmp_path, encoding):
     tokenizer = BertTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("w3 w4").input_ids == [2, 8, 9, 3]
     assert tokenizer.model_max_length == (LENGTH if encoding == "learned" else VERY_LARGE_INTEGER)
-    with pytest.warns(UserWarning, match="unpatched model combines"):
-        hf_posenc.unpatch(model)
 
 
 SENTENCES = """

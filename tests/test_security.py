@@ -73,9 +73,7 @@ ANYTHING = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4), max_leaves=12
 )
 LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**13 + 1, 2**14, 2**20, 2**24])
-HOSTS = st.fixed_dictionaries(
-    {"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
-)
+HOSTS = st.fixed_dictionaries({"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans()})
 PLACEMENT = {"max_length": st.none() | LENGTHS, "original": st.none() | HOSTS, "inject": st.sampled_from(configuration.INJECT)}
 
 
@@ -150,14 +148,12 @@ def test_fuzz_at_length(lowered, position_encoding):
 # Sizes that are rejected before memory is allocated.
 
 
-HOST = {"name_or_path": "", "rows": 24, "kept": True, "fingerprint": ""}
+HOST = {"name_or_path": "", "rows": 24, "kept": True}
 TOO_LARGE = {
     "max_length": lambda: tiny({"type": "learned", "max_length": HUGE}),
     "max_length of what needs no table": lambda: tiny({"type": "alibi", "max_length": HUGE}),
     "max_length within integers": lambda: tiny({"type": "learned", "max_length": 2**24}, hidden_size=128),
     "max_length of patch": lambda: hf_posenc.patch(stock("bert"), "learned", max_length=HUGE),
-    "max_length of patch, wide": lambda: hf_posenc.patch(stock("bert", hidden_size=128), "rope", max_length=2**24),
-    "max_position_embeddings": lambda: tiny("alibi", max_position_embeddings=HUGE),
     "relative": lambda: tiny({"type": "relative", "max_distance": HUGE}),
     "relative, many heads": lambda: tiny({"type": "relative", "max_distance": 2**24}, hidden_size=64, num_attention_heads=64),
     "shaw": lambda: tiny({"type": "shaw", "max_distance": HUGE}),

@@ -42,7 +42,6 @@ from hf_posenc.modeling.parameter_sharing import (
     build_on_meta,
     encodings_in,
     refuse_wrapped,
-    restored,
     share_parameters,
 )
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
@@ -206,12 +205,7 @@ def _with_image_size(model: Any, image_size: Any, submodel: str | None, others: 
                     f"patches. Patch with max_length={before} to extend by image_size. The model was not changed."
                 )
     specs.write(new.config, replace(spec, max_length=None if spec.max_length is None else after))
-    resized, host = _rebuilt(model, new.config, asked, spec.type), spec.original
-    if host is not None and host.kept and restored(model, type(model).original_class)[1][spec.submodel] == host.fingerprint:
-        # Otherwise, unpatch would report that the interpolated position embeddings have changed.
-        host = replace(host, fingerprint=restored(resized, type(model).original_class)[1][spec.submodel])
-        specs.write(resized.config, replace(specs.read(resized.config), original=host))
-    return resized
+    return _rebuilt(model, new.config, asked, spec.type)
 
 
 def _extended_host(host: ExtensionTarget) -> Any:
@@ -264,7 +258,6 @@ def _extended_model(
     if rows is not None and spec.replaces_all:
         host = spec.original.rows if spec.original else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
-        config.check_size()
     return _rebuilt(model, config, asked, spec.type)
 
 

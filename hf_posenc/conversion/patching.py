@@ -104,7 +104,7 @@ def unpatch(model: M, *, submodel: str | None = None) -> M:
     """Restore a model's original class and positions. Parameters are shared, as in `patch`.
 
     The result is bit-identical to the model that was patched. If the patched model was trained, the result combines the trained
-    weights with the original positions, and a UserWarning says so.
+    weights with the original positions.
 
     Args:
         model: a patched model, or a SentenceTransformer with one.

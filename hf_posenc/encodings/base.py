@@ -30,7 +30,6 @@ RESERVED = {
     "layers",
     "host",
     "original",
-    "replaced",
     "inject",
     "where",
     "keep_original",

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import _compat, _versions
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
-from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_transformers
+from hf_posenc.architectures.components.component import Disabled, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, registry
 from hf_posenc.modeling import hooks, offsets
@@ -47,24 +47,14 @@ class PosEncConfigMixin(EncodingConfigMixin):
         position_encoding: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
-        given = dict(vars(self))
-        for name, value in specs.put_back(given).items():
-            if value is not given.get(name):
-                setattr(self, name, value)
         super().__post_init__(**kwargs)
         if self.position_encoding is not None:
             specs.write(self, specs.PositionSpec.parse(self.position_encoding))
-            self.check_size()
 
     @property
     def position_spec(self) -> specs.PositionSpec:
         """The parsed `position_encoding`."""
         return specs.read(self)
-
-    def check_size(self) -> None:
-        """Raises ValueError if the original positions are invalid or would take excessive memory, patched or not."""
-        for kind in PositionComponent.kinds:
-            kind.check_config(self)
 
     def to_dict(self) -> dict[str, Any]:
         written = super().to_dict()
@@ -77,14 +67,6 @@ class PosEncConfigMixin(EncodingConfigMixin):
             specs.make_stock(stock)
             written.update({name: value for name, value in stock.to_dict().items() if name in specs.part_names(self)})
         return written
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        written = super().to_diff_dict()
-        return written if self.position_encoding is None or self._not_saved() else specs.set_aside(self, written)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict(specs.put_back(config_dict), **kwargs)
 
     @classmethod
     def _from_code(cls, encoding: Any) -> dict[str, Any]:

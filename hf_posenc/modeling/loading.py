@@ -73,7 +73,7 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    saved = specs.put_back(read_config(path, **source))
+    saved = read_config(path, **source)
     stock = cls.original_class.config_class
     encoding = saved.get("position_encoding")
     if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):

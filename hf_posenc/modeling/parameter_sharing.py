@@ -1,11 +1,9 @@
 """Converts a model between its original class and the derived one. Parameter objects are shared, not copied."""
 
 import copy
-import hashlib
 import inspect
 import itertools
 import os
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -99,7 +97,6 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     rows = specs.length_of(model.config)
     if combined.max_length is not None and rows is not None and combined.replaces_all:
         setattr(config, LENGTH_FIELD, combined.max_length + stacks[0].offset)
-        config.check_size()
     before = encodings_in(model)
     if just_loaded and _can_change(model, config):
         patched = _changed(model, derived, config)
@@ -139,7 +136,7 @@ def _fitted(model: Any, spec: PositionSpec, keep_original: bool) -> tuple[dict[s
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
     kept = keep_original or not any(found.saved_shapes(rows) for found in stacks)
-    host = OriginalSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
+    host = OriginalSpec(_public_name(model.config.name_or_path or ""), rows, kept)
     return found, replace(spec, original=host, calibration=None)
 
 
@@ -208,22 +205,6 @@ def to_stock(model: Any, stock: Any, submodel: str | None = None) -> Any:
 
     submodel: the only submodel to convert. If others stay patched, so does the class.
 
-    Raises ValueError if the original positions weren't kept. Warns if the weights have changed since the model was patched.
-    """
-    unpatched, found = restored(model, stock, submodel)
-    before = specs.read(model.config).by_submodel
-    if any(host is not None and host.fingerprint != found[path] for path in found for host in [before[path].original]):
-        warnings.warn(
-            "The weights have changed since the model was patched (by training, or a cast to another dtype). The unpatched "
-            "model combines them with the original positions, so its outputs differ from those of the original.",
-            stacklevel=3,
-        )
-    return unpatched
-
-
-def restored(model: Any, stock: Any, submodel: str | None = None) -> tuple[Any, dict[str | None, str]]:
-    """The model of `to_stock`, and the fingerprints of what was patched in it, by submodel.
-
     Raises ValueError if the original positions weren't kept.
     """
     spec = specs.read(model.config)
@@ -264,8 +245,7 @@ def restored(model: Any, stock: Any, submodel: str | None = None) -> tuple[Any, 
         if {key, other} <= done:  # UDOP ties tables of distances
             path, _, parameter = key.rpartition(".")
             unpatched.get_submodule(path).register_parameter(parameter, unpatched.get_parameter(other))
-    parts = ((inner, each) for inner, each in structure.patched_parts(unpatched, spec) if each.submodel in gone)
-    return unpatched, {each.submodel: fingerprint(detection.find_all(inner, each.where).values()) for inner, each in parts}
+    return unpatched
 
 
 def stock_config(config: Any, stock: Any) -> Any:
@@ -274,25 +254,6 @@ def stock_config(config: Any, stock: Any) -> Any:
     specs.make_stock(config)
     specs.change_class(config, stock.config_class)
     return config
-
-
-def fingerprint(stacks: Iterable[structure.Structure]) -> str:
-    """A short hash of up to 64 values of each parameter of the body, which is the same for all heads.
-
-    The body consists of the parts with a positional component or an attention, and the input embeddings. A different hash means
-    that the body has changed.
-    """
-    digest = hashlib.sha256()
-    for found in stacks:
-        parts = {path.partition(".")[0] for path in (*(component.path for component in found.components), *found.attentions)}
-        embeddings = found.tokens
-        for name, parameter in sorted(found.stack.named_parameters()):
-            if name.partition(".")[0] in parts or parameter is embeddings:
-                flat = parameter.detach().flatten()
-                step = max(1, flat.numel() // 64)
-                sample = flat[: 64 * step : step].float().cpu()
-                digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _public_name(name_or_path: str) -> str:

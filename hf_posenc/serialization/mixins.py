@@ -4,16 +4,12 @@ Models are saved atomically, with the code they need, and loaded only from safet
 """
 
 import contextlib
-import itertools
-import json
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,9 +21,6 @@ from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
 
 if TYPE_CHECKING:
     from hf_posenc.encodings.mapped_tables import StoredTensor
-
-LABEL = "position_encoding"
-"""The metadata entry of a weight file that contains its model's `position_encoding` as JSON."""
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -150,7 +143,6 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 raise ValueError(
                     f"The index of this checkpoint names {name!r}, which isn't a file in its directory. Restore it."
                 )
-        _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
         encodings = (module for module in model.modules() if isinstance(module, PositionEncoding))
         for table in (table for encoding in encodings for table in encoding.stored().values()):
             raise ValueError(
@@ -176,18 +168,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 )
             with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
-                self._label(folder)
         self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
-
-    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        self._label(Path(working_dir))  # save_pretrained(…, push_to_hub=True) uploads before it returns.
-        return super()._upload_modified_files(working_dir, *args, **kwargs)
-
-    def _label(self, folder: Path) -> None:
-        label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
-        for path in sorted(folder.glob("*.safetensors")):
-            if LABEL not in _metadata(path):
-                _write_metadata(path, label)
 
 
 def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
@@ -242,52 +223,3 @@ def _stored_names(model: Any) -> list[str]:
     """The state_dict names of a model's tensors that are stored in separate files."""
     encodings = [(path, module) for path, module in model.named_modules() if isinstance(module, PositionEncoding)]
     return [f"{path}.{name}" for path, module in encodings for name in module.stored()]
-
-
-def _write_metadata(path: Path, encoding: str) -> None:
-    """Write the encoding to the metadata of a weight file.
-
-    Transformers accepts no metadata. safetensors writes several entries in random order, so identical models would have
-    different files. For the format, see https://huggingface.co/docs/safetensors.
-    """
-    labelled = path.with_suffix(".labelled")
-    with path.open("rb") as file, labelled.open("wb") as copy:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        metadata = {**header.pop("__metadata__", {}), LABEL: encoding}
-        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % 64)
-        copy.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(file, copy, 2**24)  # The offsets in the header are relative to its end.
-    shutil.copymode(path, labelled)
-    os.replace(labelled, path)
-
-
-def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
-
-
-def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
-    """Raises ValueError for weight files of several saves, or of another encoding than the config's.
-
-    If no file has a label, they load, because other tools omit labels. Options may differ from the label, because they can be
-    edited in the config.
-    """
-    labels = {str(file): _metadata(file).get(LABEL) for file in files}
-    for file, label in labels.items():
-        if label is not None and _type(label) != encoding["type"]:
-            raise ValueError(
-                f"{file} was saved with the {_type(label)!r} encoding, but its config names {encoding['type']!r}. Restore "
-                "the config.json that was saved with it, or save the model again."
-            )
-    for one, other in itertools.pairwise(labels):
-        if labels[one] != labels[other]:
-            raise ValueError(f"{one} and {other} are from two saves. Copy all files of one save, or save the model again.")
-
-
-def _type(label: str) -> Any:
-    """The encoding's type in a label, or the beginning of the label if it isn't from hf-posenc."""
-    try:
-        return json.loads(label)["type"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return label[:80]

@@ -29,9 +29,7 @@ class UnsupportedModelError(ValueError):
 
     def of_own_class(self) -> "UnsupportedModelError":
         """The same error for a custom class, with a link to the page on registration."""
-        said = UnsupportedModelError(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
-        said.reason = self.reason
-        return said
+        return UnsupportedModelError(self.message, self.reason, self.remedy.replace(HOSTS_PAGE, OWN_PAGE), self.submodels)
 
 
 class PositionComponent(abc.ABC):
@@ -85,11 +83,6 @@ class PositionComponent(abc.ABC):
     def claims(cls, module: nn.Module) -> bool:
         """Whether a module belongs to this kind, even if its name or class matches a more common kind."""
         return False
-
-    @classmethod
-    def check_config(cls, config: Any) -> None:
-        """Raises ValueError for a config with which the original model would create an invalid or oversized component."""
-        return
 
     @abc.abstractmethod
     def disable(self, stack: Any, adds_vectors: bool) -> None:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
-from hf_posenc.configuration import LENGTH_FIELD, length_of
-from hf_posenc.encodings import check_size, short_repr
+from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
 
@@ -51,14 +50,6 @@ class PositionTable(PositionComponent):
                     reason="unknown numbering of positions",
                 )
             yield cls(path, module)
-
-    @classmethod
-    def check_config(cls, config: Any) -> None:
-        rows, width = length_of(config), getattr(config, "hidden_size", None)
-        if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
-            if rows < 1:
-                raise ValueError(f"{LENGTH_FIELD}={rows} isn't supported. It must be an integer above 0.")
-            check_size(f"{LENGTH_FIELD}={short_repr(rows)} at hidden_size={short_repr(width)}", rows * width)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, DisabledTable(stack, self.path, self.module, self.offset if adds_vectors else None))

@@ -84,10 +84,6 @@ class RegisteredTable(PositionTable):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
         return ()
 
-    @classmethod
-    def check_config(cls, config: Any) -> None:
-        return
-
     @property
     def claimed(self) -> tuple[str, ...]:
         """Its path, and that of a module around it without other parameters, which computes the IDs (x-transformers)."""
