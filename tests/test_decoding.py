@@ -93,6 +93,24 @@ def test_a_cache_changed_by_its_own_methods(encoding):
         model(ids[:, 6:], **{CACHE: cache})
 
 
+class LayerCroppedToALength(DynamicLayer):
+    """As in Transformers 5.15 to 5.17, where a positive argument is the number of keys to keep."""
+
+    def crop(self, length):
+        super().crop(length - self.get_seq_length() if length > 0 else length)
+
+
+@torch.no_grad()
+def test_a_cache_cropped_to_a_length():
+    model, ids, positions = patched("gpt2", "alibi"), tokens(2, 7), torch.tensor([[0, 1, 2, 5, 6, 8, 9]])
+    cache = DynamicCache()
+    cache.layers = [LayerCroppedToALength() for _ in range(model.config.num_hidden_layers)]
+    model(ids, position_ids=positions, **{CACHE: cache})
+    cache.crop(5)
+    expected = first(model(ids, position_ids=positions))[:, 5:]
+    assert_close(first(model(ids[:, 5:], position_ids=positions[:, 5:], **{CACHE: cache})), expected)
+
+
 @torch.no_grad()
 def test_keys_of_another_origin():
     """If a cache doesn't record the positions of its keys, the mask determines them."""

@@ -118,6 +118,14 @@ def test_chunks_equal_the_whole(name, padding):
         close(torch.cat(chunks, dim=1), whole)
 
 
+def test_tokens_that_the_mask_hides_take_no_position():
+    layer, inputs, mask = make("learned"), embeds(1, 5), torch.tensor([[1, 0, 1, 1, 1]])
+    whole = layer(inputs, attention_mask=mask)
+    chunks = [layer(inputs[:, :4], attention_mask=mask[:, :4]), layer(inputs[:, 4:], attention_mask=mask, past_length=4)]
+    close(torch.cat(chunks, dim=1), whole)
+    close(whole, layer(inputs, position_ids=torch.tensor([[0, 0, 1, 2, 3]])))
+
+
 @every_layer
 def test_max_length_is_a_promise(name):
     layer = make(name, max_length=7)

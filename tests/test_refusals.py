@@ -48,6 +48,14 @@ def test_odd_head_dim():
     assert first(hf_posenc.patch(model, "alibi")(tokens())).isfinite().all()
 
 
+@pytest.mark.parametrize("encoding", ["alibi", "rope", "relative", "shaw"])
+def test_tokens_added_within_a_model(encoding):
+    model = patched("bert", encoding)
+    model.embeddings.register_forward_hook(lambda module, args, output: torch.cat([output, output[:, :3]], dim=1))
+    with pytest.raises(ValueError, match="14.*11"):
+        model(tokens())
+
+
 def test_patching_twice():
     with pytest.raises(ValueError, match=r"alibi"):
         hf_posenc.patch(patched("bert", "alibi"), "rope")

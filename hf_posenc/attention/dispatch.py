@@ -295,6 +295,11 @@ def attend(
     of_stack = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = of_stack.with_length(query.shape[2], query.device, module.posenc_state.square_windows)
+    if query.shape[2] != context.length:
+        raise ValueError(
+            f"{type(module).__name__} received {query.shape[2]} tokens, but its model received {context.length}, so the "
+            "positions of the others are unknown. Add tokens to inputs_embeds before you call the model."
+        )
     if module.posenc_state.is_cross:
         context = context.for_cross_attention(key.shape[2])
     elif context is not of_stack and key.shape[2] != query.shape[2]:

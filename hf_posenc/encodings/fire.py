@@ -25,7 +25,7 @@ class FIRE(PositionEncoding, type="fire"):
     In decoders, n_i is the query's position i, as in the paper, and the inputs of f are in [0, 1]. In encoders, n_i is the last
     position of the text, without padding. There, keys after the query have negative inputs, f(-ψ(j - i) / …), in [-1, 1]. In
     cross-attention, n_i is the greater of i and the encoder's last position. Explicit `position_ids` are used unchanged: if
-    texts are packed in one row of an encoder, n_i is that of the longest text. Distances above n_i are clipped to n_i.
+    texts are packed in one row of an encoder, n_i is that of the query's text. Distances above n_i are clipped to n_i.
 
     All layers share the parameters (the paper's FIRE-S). The paper's FIRE is per_layer=True. The logarithms of c and L are
     learned, so that both are always positive. They are clamped to -60 … 60.

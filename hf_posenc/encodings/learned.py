@@ -30,7 +30,7 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
             move to the device of the positions. A saved model reads them from its own safetensors file.
         trained_rows: N, for encoders with fewer position embeddings than max_length. Texts of n ≤ N tokens use them unchanged.
             In longer texts, position p is interpolated linearly at p(N - 1)/(n - 1), as in `extend` with method="dynamic". n is
-            the last position of a row + 1, or that of the longest of several texts in one row.
+            the last position of the text + 1, also if a row holds several texts.
         file: for "memory-mapped", once, in a new model: a safetensors file with one tensor `[max_length, D]` in float32,
             float16, or bfloat16. A config.json never names it.
 

@@ -26,13 +26,14 @@ KEYS = "keys_of_key_positions"
 If the layer has other keys later, the cache was changed in between. Their positions then come from the attention mask.
 """
 CHANGES: dict[str, Callable[..., Tensor | None]] = {
-    "crop": lambda positions, count: positions[:, : -abs(count)] if count else positions,
-    "reorder_cache": lambda positions, rows: positions.index_select(0, rows.to(positions.device)),
-    "batch_repeat_interleave": lambda positions, repeats: positions.repeat_interleave(repeats, dim=0),
-    "batch_select_indices": lambda positions, rows: positions[rows],
-    "reset": lambda positions: None,
+    # Before Transformers 5.18, a positive argument is the number of keys to keep.
+    "crop": lambda layer, positions, count: positions[:, : layer.get_seq_length()],
+    "reorder_cache": lambda layer, positions, rows: positions.index_select(0, rows.to(positions.device)),
+    "batch_repeat_interleave": lambda layer, positions, repeats: positions.repeat_interleave(repeats, dim=0),
+    "batch_select_indices": lambda layer, positions, rows: positions[rows],
+    "reset": lambda layer, positions: None,
 }
-"""Method of a cache's layer -> its effect on the positions `[B, K]`."""
+"""Method of a cache's layer -> its effect on the positions `[B, K]`, computed after the method has run."""
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +67,7 @@ def _followed(method: Callable[..., None], change: Callable[..., Tensor | None])
     def changed(self: Any, *args: Any) -> None:
         method(self, *args)
         if getattr(self, POSITIONS) is not None:
-            setattr(self, POSITIONS, change(getattr(self, POSITIONS), *args))
+            setattr(self, POSITIONS, change(self, getattr(self, POSITIONS), *args))
 
     return changed
 

@@ -19,7 +19,6 @@ from hf_posenc.encodings import (
     encoding_class,
     length_of,
     position_ids_from_mask,
-    positions_of,
 )
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 
@@ -137,7 +136,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
 
         Args:
             position_ids: `[L]` or `[B, L]`. They take precedence over the other arguments.
-            attention_mask: `[B, past_length + L]`, 1 for real tokens. Positions count from the first real token.
+            attention_mask: `[B, past_length + L]`, 1 for real tokens. Only these are counted.
             past_length: number of tokens in earlier calls.
         """
         if not self.config.batch_first:
@@ -158,10 +157,10 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Pass [{batch}, {total}].")
-            if past_length and mask is not None and mask.ndim == 2:
+            if mask is not None and mask.ndim == 2:
                 position_ids = position_ids_from_mask(mask)[:, past_length:].clamp(min=0)
             else:
-                position_ids, _ = positions_of(length, past_length, mask, embeds.device)
+                position_ids = torch.arange(past_length, total, device=embeds.device)
         elif position_ids.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}. Pass [{batch}, {length}].")
         return self.dropout(embeds + self.posenc("embed", position_ids).to(embeds.dtype))
