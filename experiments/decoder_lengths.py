@@ -45,7 +45,7 @@ from hf_posenc.serialization.atomic import write_text
 ORIGINAL, WINDOWS = "stock", "stock, windows"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
-    "ntk": ("ntk", {}),
+    "ntk": ("ntk", {"factor": 2.0}),
     "ntk, factor 4": ("ntk", {"factor": 4.0}),
     "dynamic": ("dynamic", {}),
     "yarn": ("yarn", {}),

@@ -335,15 +335,10 @@ def test_extend_and_unpatch(folders, tmp_path):
 
 
 def test_unpatch_says_what_it_gives(tmp_path):
-    """`unpatch` describes its result for a trained model, for one without its original positions, and for one without a
-    tokenizer.
-    """
-    model = patched("bert", "alibi", "ForMaskedLM")
-    with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight += 1
-    model.save_pretrained(tmp_path / "trained")
-    shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
-    assert "Note: The weights have changed" in shown and "no tokenizer" in shown
+    """`unpatch` describes its result for a model without its original positions, and for one without a tokenizer."""
+    patched("bert", "alibi", "ForMaskedLM").save_pretrained(tmp_path / "patched")
+    shown = run("unpatch", tmp_path / "patched", "--output-dir", tmp_path / "back")
+    assert "no tokenizer" in shown
     hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
     for name, words in (("bare", "positions were not kept"), ("back", "isn't patched")):
         assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)

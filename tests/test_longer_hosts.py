@@ -371,16 +371,17 @@ def test_rules_are_transformers_own(name, method):
 
 
 def test_ntk_by_the_formula():
-    """theta · s^(R/(R - 2)) divides the lowest frequency by s, and keeps the highest."""
+    """theta · s^(R/(R - 2)) divides the lowest frequency by s, and keeps the highest. By default, s is twice the increase."""
     model = made("llama", "ForCausalLM")
-    longer = hf_posenc.extend(model, FACTOR * LENGTH, "ntk")
     size, before = 8, model.model.rotary_emb.inv_freq
-    theta = 10000.0 * FACTOR ** (size / (size - 2))
-    expected = torch.tensor([theta ** (-2 * i / size) for i in range(size // 2)])
-    assert_close(longer.model.rotary_emb.inv_freq, expected)
-    assert_close(expected[-1] * FACTOR, before[-1])
-    assert expected[0] == before[0] == 1
-    assert longer.config.rope_parameters == {"rope_type": "default", "rope_theta": pytest.approx(theta)}
+    for factor, settings in ((2 * FACTOR, {}), (FACTOR, {"factor": FACTOR})):
+        longer = hf_posenc.extend(model, FACTOR * LENGTH, "ntk", **settings)
+        theta = 10000.0 * factor ** (size / (size - 2))
+        expected = torch.tensor([theta ** (-2 * i / size) for i in range(size // 2)])
+        assert_close(longer.model.rotary_emb.inv_freq, expected)
+        assert_close(expected[-1] * factor, before[-1])
+        assert expected[0] == before[0] == 1
+        assert longer.config.rope_parameters == {"rope_type": "default", "rope_theta": pytest.approx(theta)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """hf-posenc unpatch"""
 
-import warnings
 from typing import Annotated
 
 import typer
@@ -28,10 +27,6 @@ def unpatch(
 
     check_output_dir(output_dir, overwrite)
     out, original = Output(as_json), Original.load(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        stock = hf_posenc.unpatch(original.model, submodel=submodel)
+    stock = hf_posenc.unpatch(original.model, submodel=submodel)
     saved = save(out, stock, original, output_dir, inner_model(original.model).config.position_spec.submodel)
-    for warning in caught:
-        out.message(f"Note: {warning.message}")
     out.document(saved)

@@ -89,7 +89,8 @@ def extend(
     RoPE, of an original model whose config has `rope_parameters` (the result is an original model, or without this field, a
     model patched with `rope`), or of the `rope` encoding:
         "linear"      position interpolation.
-        "ntk"         a larger theta. It leaves no trace in the config, so don't apply it twice.
+        "ntk"         a larger theta. It leaves no trace in the config, so don't apply it twice. The default factor is twice
+                      that of other methods.
         "dynamic"     "ntk" by the length of the input; in an original model, by that of the longest one so far.
         "yarn", "longrope", "llama3"   Transformers' rules. "longrope" requires its lists of factors.
         "grouped"     SelfExtend: inputs up to the old length stay the same. In longer inputs, tokens at least `window` (a

@@ -93,7 +93,8 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
     parameters: the current ones. rotated: number of rotated features per head.
 
     "linear"    position interpolation (https://arxiv.org/abs/2306.15595): frequencies / s, s the new / the trained length.
-    "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and doesn't change the highest.
+    "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and doesn't change the highest. The frequencies
+        between need a larger s, so that it is twice the ratio of the lengths.
     others      Transformers' rules of these names with factor s. "longrope" needs its two lists of factors.
 
     A second extension by the same rule starts from the trained length. Only "ntk" doesn't record that length.
@@ -111,7 +112,7 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         asked.refuse_other_settings("factor")
         if rule != "default":
             raise _other_rule(rule, method)
-        factor = _factor(asked, asked.before)
+        factor = _factor(asked, asked.before, margin=2.0)
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:
         raise ValueError(
@@ -139,10 +140,10 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
     return longer
 
 
-def _factor(asked: Extension, trained: int) -> float:
-    """The given factor, or the smallest one. Raises ValueError if the factor is too small for the new length."""
+def _factor(asked: Extension, trained: int, margin: float = 1.0) -> float:
+    """The given factor, or the smallest one times `margin`. Raises ValueError if it is too small for the new length."""
     least = asked.after / checked_value(ORIGINAL, trained, Annotated[int, GreaterThan(1)])
-    factor = checked_value("factor", asked.settings.get("factor", least), Annotated[float, GreaterThan(0)])
+    factor = checked_value("factor", asked.settings.get("factor", margin * least), Annotated[float, GreaterThan(0)])
     if factor < least * (1 - 1e-6):
         raise ValueError(
             f"factor={factor} is too small for max_length={asked.after}, because the model was trained with {trained} tokens. "
