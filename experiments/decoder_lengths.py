@@ -45,7 +45,7 @@ from hf_posenc.serialization.atomic import write_text
 ORIGINAL, WINDOWS = "stock", "stock, windows"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
-    "ntk": ("ntk", {"factor": 2.0}),
+    "ntk": ("ntk", {}),
     "ntk, factor 4": ("ntk", {"factor": 4.0}),
     "dynamic": ("dynamic", {}),
     "yarn": ("yarn", {}),
@@ -53,7 +53,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("longrope", {}),
     "grouped": ("grouped", {}),
 }
-"""Name -> the method of `extend` and its settings. `longrope` gets its lists in `made`."""
+"""Name -> the method of `extend` and its settings. In `made`, `longrope` gets its lists and `ntk` the factor of the others."""
 FAST = (ORIGINAL, *(name for name in METHODS if name != "grouped"))
 """The methods that a run measures by default."""
 DEPTHS = 10
@@ -109,9 +109,12 @@ def made(original: PreTrainedModel, name: str, length: int) -> PreTrainedModel:
     if name in (ORIGINAL, WINDOWS):
         return original
     method, settings = METHODS[name]
+    config: Any = original.config
+    trained = config.max_position_embeddings
+    if name == "ntk":
+        settings = {"factor": length / trained}
     if method == "longrope":
-        config: Any = original.config
-        rotated, trained = rotated_features(config), config.max_position_embeddings
+        rotated = rotated_features(config)
         settings = {"short_factor": [1.0] * (rotated // 2), "long_factor": ntk_factors(rotated, length / trained)}
     return hf_posenc.extend(original, length, method, **settings).eval()
 

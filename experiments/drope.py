@@ -137,7 +137,8 @@ def made(name: str, arguments: argparse.Namespace, slope: float) -> PreTrainedMo
     folder = {ORIGINAL: "original", DROPPED: "original", DROPE: "drope"}.get(name, "short")
     model = AutoModelForCausalLM.from_pretrained(output / folder, dtype=torch.float32)
     if name in RULES:
-        return hf_posenc.extend(model, length * arguments.factor, method=RULES[name], factor=float(arguments.factor))
+        settings = {"factor": float(arguments.factor)} if RULES[name] == "ntk" else {}
+        return hf_posenc.extend(model, length * arguments.factor, method=RULES[name], **settings)
     return hf_posenc.patch(model, "none") if name == DROPPED else model
 
 

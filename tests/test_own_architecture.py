@@ -220,6 +220,32 @@ def test_a_subclass_of_a_model_of_transformers(encoding, tmp_path):
         assert_close(full, stock(ids).logits)  # its own theta
 
 
+class ManyChoicesModel(LlamaModel):
+    """A model with arguments that its config doesn't record."""
+
+    config_class, built = OwnLlamaConfig, 0
+
+    def __init__(self, config, a=True, b=True, c=True, d=True, e=True, f=True, g=False, h=False, i=False, j=False):
+        super().__init__(config)
+        type(self).built += 1
+        if g:
+            self.added = nn.Linear(4, 4)
+        if h:
+            self.second = nn.Linear(4, 4)
+        self.post_init()
+
+
+def test_init_arguments_are_found_in_few_trials():
+    config = OwnLlamaConfig(vocab_size=61, **LLAMA)
+    assert "added" in dict(hf_posenc.patch(ManyChoicesModel(config, g=True), "alibi").named_modules())
+    assert {"added", "second"} <= {*dict(hf_posenc.patch(ManyChoicesModel(config, g=True, h=True), "alibi").named_modules())}
+    model = ManyChoicesModel(config)
+    model.other, before = nn.Linear(4, 4), ManyChoicesModel.built
+    with pytest.raises(ValueError, match="other"):
+        hf_posenc.patch(model, "alibi")
+    assert ManyChoicesModel.built - before < 100
+
+
 class Angles(nn.Module):
     """Rotary positions in another format than that of Transformers."""
 

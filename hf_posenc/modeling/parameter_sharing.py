@@ -303,11 +303,11 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
 def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
     """Boolean arguments for the `__init__` of a class, besides its config, which may determine what parts a model has.
 
-    Combinations with few changed arguments come first.
+    At most two are changed. Models of Transformers have no more.
     """
     init = getattr(cls, "original_class", cls).__init__
     known = [each for each in list(inspect.signature(init).parameters.values())[2:] if isinstance(each.default, bool)]
-    for number in range(1, len(known) + 1):
+    for number in (1, 2):
         for changed in itertools.combinations(known, number):
             yield {each.name: not each.default for each in changed}
 
