@@ -1,4 +1,4 @@
-"""extrapolation.py: tasks, runs that differ only in the encoding, resumed studies, and the conclusions from the figures."""
+"""The tasks of studies, runs that differ only in the encoding, and resumed studies."""
 
 import io
 import json
@@ -14,9 +14,7 @@ import torch
 from rich.console import Console
 
 from conftest import ROOT
-from experiments import extrapolation
-from experiments import extrapolation_report as report
-from experiments import extrapolation_verdict as verdict
+from hf_posenc import compare
 from hf_posenc.evaluation import records
 from hf_posenc.studies import models, runs, study, tables, tasks, texts
 from hf_posenc.studies.models import Sizes
@@ -25,7 +23,7 @@ from hf_posenc.studies.results import Results
 from hf_posenc.studies.runs import Setup, Training
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
-QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
+QUICK = [*TINY, "--models", "llama", "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
 SMALL = Setup(sizes=Sizes(16, 1, 2, 16), test_rows=4)
 
 
@@ -123,8 +121,8 @@ def outputs(folder):
     kept = {file.name: records.read(file) for file in sorted((folder / "llama" / "runs").iterdir())}
     for record in kept.values():
         del record["cpu_seconds"]
-    whole = records.read(folder / "extrapolation.json")
-    del whole["runs"]
+    whole = records.read(folder / "compare.json")
+    del whole["models"]["llama"]["runs"]
     return kept, whole
 
 
@@ -139,11 +137,11 @@ def test_a_run_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "run", failing)
     arguments = [*QUICK, "--encodings", "none", "t5", "--seeds", "0", "--output_dir", str(tmp_path)]
     with pytest.raises(SystemExit, match="copy, t5, seed 0: RuntimeError: out of luck"):
-        extrapolation.main(arguments)
-    assert [*records.read(tmp_path / "extrapolation.json")["scores"]["copy"]] == ["none"]
+        compare.main(arguments)
+    assert {row["encoding"] for row in records.read(tmp_path / "compare.json")["table"]} == {"none"}
     monkeypatch.setattr(study, "run", run)
-    extrapolation.main(arguments)
-    assert [*records.read(tmp_path / "extrapolation.json")["scores"]["copy"]] == ["none", "t5"]
+    compare.main(arguments)
+    assert {row["encoding"] for row in records.read(tmp_path / "compare.json")["table"]} == {"none", "t5"}
 
 
 def test_labels_tell_encodings_apart():
@@ -169,7 +167,7 @@ def test_labels_tell_encodings_apart():
 )
 def test_wrong_flags(wrong, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        extrapolation.main([*QUICK, "--encodings", "none", *wrong, "--output_dir", str(tmp_path)])
+        compare.main([*QUICK, "--encodings", "none", *wrong, "--output_dir", str(tmp_path)])
     assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")
 
 
@@ -230,85 +228,6 @@ def test_runs_that_diverge_are_marked():
     assert "t5 (2 runs diverged)" in shown and "not corrected for multiple comparisons" in shown
 
 
-def test_verdict_by_hand():
-    learned, gone = [1.0, 0.99, 0.98], [0.0, 0.01, 0.02]
-    copies = {
-        "t5": {4: learned, 8: [0.9, 0.8, 0.7]},
-        "none": {4: learned, 8: [0.3, 0.2, 0.1]},
-        "alibi": {4: learned, 8: [0.0, 0.5, 0.1]},  # differs from none by -0.3, 0.3, and 0: open
-        "rope": {4: learned, 8: gone},
-        "sinusoidal": {4: [0.2, 0.3, 0.1], 8: gone},  # not learned, so nothing follows
-    }
-    perplexities = {
-        "alibi": {4: [10.0, 10.0, 10.0], 32: [10.2, 10.1, 10.3]},
-        "t5": {4: [10.0, 10.0, 10.0], 32: [11.0, 11.1, 11.2]},
-        "rope": {4: [10.0, 10.0, 10.0], 32: [30.0, 31.0, 32.0]},
-        "sinusoidal": {4: [10.0, 10.0, 10.0], 32: [13.1, 13.0, 12.9]},
-    }
-    results = study_by_hand({"copy": copies, "lm": perplexities})
-    found = verdict.findings(results)
-    answers = {each.claim: each.answer for each in found}
-    exact = "copy at 2 L, exact match: "
-    assert answers[f"{exact}t5 above none"] == "seen"
-    assert answers[f"{exact}alibi above none"] == "open"
-    assert answers[f"{exact}rope near zero (up to 0.05)"] == "seen"
-    assert answers[f"{exact}sinusoidal near zero (up to 0.05)"] == "not learned"
-    # Differences of 0.3, 0.19, and 0.08: 0.19 ± 0.27.
-    assert answers["copy together at 2 L, exact match: none above rope"] == "open"
-    assert answers["perplexity of sinusoidal blows up from L to 8 L (×1.5 or more)"] == "not seen"
-    wide = study_by_hand({"lm": {"rope": {4: [10.0] * 3, 32: [30.0, 16.0, 14.0]}}})  # 2.0 ± 2.2: on both sides of the bound
-    of_rope = "perplexity of rope blows up from L to 8 L (×1.5 or more)"
-    assert next(each.answer for each in verdict.findings(wide) if each.claim == of_rope) == "open"
-    assert answers["perplexity of rope blows up from L to 8 L (×1.5 or more)"] == "seen"
-    assert answers["perplexity of alibi stays flat from L to 8 L (×1.05 or less)"] == "seen"
-    assert answers["perplexity from L to 8 L grows less with alibi than with t5"] == "seen"
-    assert answers["perplexity from L to 8 L grows less with rope than with sinusoidal"] == "not seen"
-    # Token accuracy is corrected for chance: (0.6 - 1/26) / (25/26) = 0.584.
-    assert verdict.accuracy(study_by_hand({"copy": {"t5": {4: [0.6] * 3}}}), "copy", "t5", 1, "tokens")[0] == pytest.approx(
-        0.584
-    )
-    assert verdict.learned(results, "copy") == ["t5", "none", "alibi", "rope"]
-    assert verdict.summary(found).startswith("The papers' ranking is seen in part: of 20 claims ")
-
-    copies["t5"], copies["none"] = copies["none"], copies["t5"]
-    turned = verdict.findings(study_by_hand({"copy": copies}))
-    assert {each.claim: each.answer for each in turned}[f"{exact}t5 above none"] == "not seen"
-    assert {each.answer for each in turned if "perplexity" in each.claim} == {"not measured"}
-    # If all encodings score near zero, a comparison of `none` and `rope` shows nothing.
-    low = verdict.findings(study_by_hand({"copy": {label: {4: learned, 8: gone} for label in copies}}))
-    assert {each.answer for each in low if each.answer != "not measured"} == {"all near zero"}
-    only = verdict.findings(study_by_hand({"reverse": {"fire": {4: learned}}}))
-    assert verdict.summary(only) == "Whether the papers' ranking is seen: nothing of it was measured."
-
-
-RESULTS = ROOT / "scripts" / "results"
-
-
-def test_the_study_that_is_kept():
-    """The study in scripts/results is complete and uses the current defaults. Its verdict follows from its scores."""
-    kept = json.loads((RESULTS / "extrapolation.json").read_text())
-    assert kept["runs"]["finished"] == kept["runs"]["planned"] and not kept["failed"]
-    for task, training in kept["trainings"].items():
-        own = tasks.TASKS[task]
-        assert (training["length"], training["steps"], training["batch_size"]) == (own.length, own.steps, own.batch_size)
-    made = []
-    for task, by_label in kept["scores"].items():
-        for label, of in by_label.items():
-            for number, seed in enumerate(of["seeds"]):
-                scores = {
-                    length: {measure: values["values"][number] for measure, values in by_measure.items()}
-                    for length, by_measure in of["by_length"].items()
-                }
-                for score in scores.values():
-                    if "perplexity" in score:
-                        score["loss"] = math.log(score["perplexity"]) if score["perplexity"] else None
-                made.append(
-                    {"task": task, "encoding": label, "seed": seed, "settings": kept["trainings"][task], "scores": scores}
-                )
-    again = verdict.as_record(verdict.findings(Results(made)))
-    assert [each["answer"] for each in again["findings"]] == [each["answer"] for each in kept["verdict"]["findings"]]
-
-
 @pytest.mark.slow
 def test_processes_change_nothing(tmp_path, monkeypatch):
     """Custom encodings are known in each process."""
@@ -317,43 +236,6 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")
     arguments = [*QUICK, "--import", "my_near", "--encodings", "near", "t5", "--seeds", "0", "1"]
     for count in ("1", "2"):
-        command = [sys.executable, "-m", "experiments.extrapolation", *arguments, "--processes", count, "--output_dir", count]
+        command = [sys.executable, "-m", "hf_posenc.compare", *arguments, "--processes", count, "--output_dir", count]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
-
-
-def test_a_page_has_the_means_of_the_record(tmp_path):
-    score = {"exact": {"mean": 0.1}, "tokens": {"mean": 0.25}}
-    record = {
-        "setup": {"model": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
-        "runs": {"finished": 5, "planned": 6, "cpu_seconds": 120},
-        "trainings": {"copy": {"length": 4, "steps": 7, "batch_size": 8}, "lm": {"length": 64, "steps": 9, "batch_size": 2}},
-        "encodings": {"t5": {}, "learned": {}},
-        "unsupported": {"rope_2d": "no grid"},
-        "learned": {"copy": ["t5"], "reverse": []},
-        "scores": {
-            "copy": {"t5": {"max_length": None, "by_length": {"4": score, "8": score, "32": score}}},
-            "lm": {"learned": {"max_length": 512, "by_length": {"64": {"perplexity": {"mean": 9.04}}}}},
-        },
-        "verdict": {
-            "summary": "In part.",
-            "findings": [
-                {"claim": "a above b", "source": "X", "answer": "seen", "figures": "1; 2"},
-                {"claim": "c", "source": "X", "answer": "not measured", "figures": ""},
-            ],
-        },
-    }
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\nbehind\n")
-    for _ in range(2):
-        report.write_tables(page, record)
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
-    assert "| encoding | copy, 2 L | lm, L | lm, 8 L |" in text
-    how = "llama, 3 layers, width 64, 4 heads; copy 7 steps of 8 rows, L = 4 symbols; lm 9 steps of 2 rows, L = 64 bytes."
-    assert f"5 of 6 runs, 2 minutes of one core; {how}" in text
-    assert "| `t5` | 0.25 | – | – |" in text and "| `learned` † | – | 9.0 | – |" in text
-    assert "Not supported: `rope_2d`." in text and "\nIn part.\n" in text
-    page.write_text("bare")
-    with pytest.raises(ValueError, match="has no lines"):
-        report.write_tables(page, record)
