@@ -1,11 +1,13 @@
 """Another position encoding in a Transformers model, with one call."""
 
 import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc import _versions
+from hf_posenc.modeling import auto as _auto
+
+if TYPE_CHECKING:
+    from hf_posenc.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,13 +31,12 @@ __all__ = [
     "unpatch",
 ]
 
-if Path(sys.argv[0]).stem != "hf-posenc":  # in the command, those subcommands import it that need torch and Transformers
-    _versions.check()
-    from hf_posenc.api import *  # noqa: F403
+_versions.check()
+_auto.register()
 
 
 def __getattr__(name: str) -> Any:
-    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, and in the command all names, imported then."""
+    """A public name, or `PosEnc<OriginalClass>`. Both are imported on first access."""
     if name in ("diagnostics", "plots"):
         return importlib.import_module(f"hf_posenc.{name}")
     if name in __all__:

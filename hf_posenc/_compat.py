@@ -198,32 +198,3 @@ def auto_classes() -> Iterator[tuple[str, dict[str, Any]]]:
     for auto in vars(modeling_auto).values():
         if isinstance(auto, type) and issubclass(auto, auto_factory._BaseAutoModelClass) and model_mapping(auto) is not None:
             yield auto.__name__, model_mapping(auto)._model_mapping
-
-
-def add_to_auto_classes(
-    configs: dict[str, str],
-    modules: dict[str, Any],
-    renamed: Callable[[str, Any, bool], tuple[str, Any] | None],
-    registered: Any,
-) -> None:
-    """Add model types to all Auto classes, by name only: no class is built and nothing is imported.
-
-    configs: config class by model type. modules: by module name of a model type, the module that has its classes.
-    renamed: the (model type, class name) to add for a (model type, class name) of a mapping, of tokenizers or not; or None.
-    registered: wraps the dict of what users register with an Auto class.
-    """
-    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
-
-    configuration_auto.CONFIG_MAPPING_NAMES.update(configs)
-    configuration_auto.CONFIG_MAPPING._modules.update(modules)
-    models = [each for each in vars(modeling_auto).values() if isinstance(each, auto_factory._LazyAutoMapping)]
-    for mapping in [*models, tokenization_auto.TOKENIZER_MAPPING]:
-        names = mapping._model_mapping
-        for kind, name in [*names.items()]:
-            if added := renamed(kind, name, mapping is tokenization_auto.TOKENIZER_MAPPING):
-                names.update([added])
-        mapping._reverse_config_mapping.update({name: kind for kind, name in configs.items()})
-        mapping._modules.update(modules)
-    each: Any
-    for each in (configuration_auto.CONFIG_MAPPING, *models):
-        each._extra_content = registered(each._extra_content)

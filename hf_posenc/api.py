@@ -1,4 +1,4 @@
-"""The public names of hf_posenc. Importing them registers the derived classes with Transformers' Auto classes."""
+"""The public names of hf_posenc, which imports them on access."""
 
 from hf_posenc.architectures.components import UnsupportedModelError  # noqa: F401
 from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: F401
@@ -11,7 +11,4 @@ from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: F401
 from hf_posenc.hub.cards import model_card  # noqa: F401
 from hf_posenc.hub.push import push_to_hub  # noqa: F401
 from hf_posenc.inspection import inspect  # noqa: F401
-from hf_posenc.modeling import auto as _auto
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: F401
-
-_auto.register_auto_classes()

@@ -6,6 +6,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
 import hf_posenc
+from conftest import run_python
 from models import HOSTS, by_structure, first, patched, stock, tiny_config, tokens
 
 every_host = pytest.mark.parametrize("host", by_structure(HOSTS))
@@ -53,6 +54,30 @@ def test_from_pretrained_with_an_encoding_is_patch(host, tmp_path):
     assert torch.equal(first(hf_posenc.unpatch(loaded)(tokens())), first(model(tokens())))
     loaded, info = cls.from_pretrained(tmp_path, position_encoding={"type": "rope"}, output_loading_info=True)
     assert loaded.config.position_encoding["type"] == "rope" and not info["missing_keys"]
+
+
+QUICK = "import hf_posenc; assert not {'transformers', 'hf_posenc.encodings'} & sys.modules.keys()"
+TRANSFORMERS = "from transformers import AutoConfig; import transformers.models.auto.modeling_auto"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (QUICK, TRANSFORMERS),
+        (QUICK, "from hf_posenc import patch", TRANSFORMERS),
+        (TRANSFORMERS, "import hf_posenc"),
+        ("from transformers import AutoConfig", "import hf_posenc"),
+        ("sys.argv[:] = ['hf-posenc.py']", "import hf_posenc"),
+        ("sys.argv.clear()", "import hf_posenc"),
+    ],
+    ids=["before", "used before", "after", "between", "in hf-posenc.py", "without a program"],
+)
+def test_importing_the_package_registers_its_classes(lines, tmp_path):
+    patched("bert", "alibi").config.save_pretrained(tmp_path)
+    load = ("from transformers import AutoConfig, AutoModel", "config = AutoConfig.from_pretrained(path)")
+    build = "print(type(config).__name__, type(AutoModel.from_config(config)).__name__)"
+    code = "\n".join(("import sys; path = sys.argv[1]", *lines, *load, build))
+    assert run_python(code, tmp_path, fresh=True) == "PosEncBertConfig PosEncBertModel\n"
 
 
 def test_tokenizer_beside_a_patched_model(tokenizer, tmp_path):

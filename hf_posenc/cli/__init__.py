@@ -121,10 +121,9 @@ class Command(TyperCommand):
 
 
 class ModelCommand(Command):
-    """A command that uses models. It imports torch, Transformers, and the public API of hf_posenc when it runs."""
+    """A command that uses models."""
 
     def invoke(self, ctx: Any) -> Any:
-        importlib.import_module("hf_posenc.api")
         with asking_on_a_terminal():
             return super().invoke(ctx)
 

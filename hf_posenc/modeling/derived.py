@@ -33,11 +33,9 @@ from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, regi
 from hf_posenc.modeling import hooks, offsets
 from hf_posenc.modeling.install import acting_in, install, install_across
 from hf_posenc.modeling.position_ids import recorded_outer_call
-from hf_posenc.serialization.copies import IS_COPY
+from hf_posenc.serialization.copies import IS_COPY, PREFIX, TYPE_PREFIX, prefixed
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import BoundCall
-
-PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
@@ -540,7 +538,3 @@ def auto_classes(model_type: str) -> dict[str, str]:
         if name is not None:
             found[auto] = prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
     return found
-
-
-def prefixed(name: Any, prefix: str) -> Any:
-    return tuple(prefixed(part, prefix) for part in name) if isinstance(name, tuple) else name and prefix + name
