@@ -55,6 +55,17 @@ def test_drawn_sums_are_right():
     assert len({tuple(row) for row in input_ids.tolist()}) == 50
 
 
+def test_no_sum_is_both_learned_and_tested():
+    """Two digits have only 10,000 questions, fewer than a study draws."""
+    task, generator = tasks.TASKS["addition"], torch.Generator().manual_seed(0)
+    for length in (1, 2):
+        tested = {tuple(row) for row in task.test(length, 500)[0].tolist()}
+        drawn = {tuple(row) for row in task.rows(length, 20_000, generator)[0].tolist()}
+        assert not tested & drawn and len(tested) >= 10 and len(drawn) > 0.75 * 100**length
+    # All digits occur at all places of questions and answers, except that a carry is 0 or 1.
+    assert [len(set(digits)) for digits in zip(*tested, strict=True)] == [1, 10, 10, 10, 10, 1, 10, 10, 2, 1]
+
+
 @pytest.mark.parametrize("name", tasks.BUILT_IN)
 def test_rows_of_a_task(name):
     task = texts.task(tasks.TASKS[name])

@@ -164,7 +164,19 @@ def drawn_symbols(make: Callable[[Tensor], Rows], length: int, rows: int, genera
 
 def drawn_numbers(length: int, rows: int, generator: Generator) -> Rows:
     first, second = torch.randint(DIGITS, (2, rows, length), generator=generator)
-    return as_sum(first, second)
+    return as_sum(_apart(first, second, torch.randint(1, DIGITS, (rows,), generator=generator)), second)
+
+
+def tested_numbers(length: int, rows: int) -> Rows:
+    first, second = torch.randint(DIGITS, (2, rows, length), generator=torch.Generator().manual_seed(TEST_SEED - length))
+    return as_sum(_apart(first, second, 0), second)
+
+
+def _apart(first: Tensor, second: Tensor, shift: Tensor | int) -> Tensor:
+    """`first` with a last digit that the other digits of a question determine in test rows, and exclude in training rows."""
+    rest = (first[:, 1:].sum(1) + second.sum(1)) % DIGITS
+    last = (torch.tensor([0, 2, 4, 6, 8, 1, 3, 5, 7, 9])[rest] + shift) % DIGITS
+    return torch.cat([last[:, None], first[:, 1:]], dim=1)
 
 
 def drawn_order(length: int, rows: int, generator: Generator) -> Rows:
@@ -180,10 +192,17 @@ def as_order(symbols: Tensor, places: Tensor) -> Rows:
 
 
 def _task(
-    rows: Callable[[int, int, Generator], Rows], unit: str, symbols: int, length: int, steps: int, batch_size: int = 32
+    rows: Callable[[int, int, Generator], Rows],
+    unit: str,
+    symbols: int,
+    length: int,
+    steps: int,
+    batch_size: int = 32,
+    **more: Any,
 ) -> Task:
     """A task with symbols and three special tokens."""
     return Task(
+        **more,
         rows=rows,
         metric=EXACT_MATCH,
         vocabulary=symbols + 3,
@@ -206,7 +225,7 @@ TASKS: dict[str, Task] = {
     "clm": _text_task(batch_size=16, shortest=2),
     "copy": _task(functools.partial(drawn_symbols, as_copied), "symbols", SYMBOLS, length=8, steps=1200),
     "reverse": _task(functools.partial(drawn_symbols, as_reversed), "symbols", SYMBOLS, length=8, steps=800),
-    "addition": _task(drawn_numbers, "digits", DIGITS, length=2, steps=800),
+    "addition": _task(drawn_numbers, "digits", DIGITS, length=2, steps=800, test_rows=tested_numbers),
     "classification": Task(
         rows=drawn_order,
         metric=ACCURACY,
