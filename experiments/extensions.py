@@ -4,7 +4,7 @@
 
 LINUX is the documentation directory that experiments/data/pages.py names. No model was trained on evaluation pages. At each
 length, every method extends the position embeddings to that length. Without --trained, the converted model is trained first, as
-in conversions.py. Finished steps are not repeated. On a CPU core, this takes about two hours, half of it at 4,096 tokens.
+in conversions.py. On a CPU core, this takes about two hours, half of it at 4,096 tokens.
 """
 
 import argparse
@@ -60,39 +60,35 @@ def seconds(call: Any) -> float:
 
 
 def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
-    """Name -> directory of the models converted to `t5`, which are created if missing."""
+    """Name -> directory of the models converted to `t5`."""
     output = arguments.output_dir
     texts, trained = output / "train.jsonl", arguments.trained or output / TRAINED
-    if not texts.exists():
-        write_texts([arguments.pages], texts)
-    if not (output / CALIBRATED / "config.json").exists():
-        save(calibrated(original, encoding_of(TRAINED), texts), original, output / CALIBRATED)
-    if not (trained / "distillation.json").exists():
+    write_texts([arguments.pages], texts)
+    save(calibrated(original, encoding_of(TRAINED), texts), original, output / CALIBRATED)
+    if not arguments.trained:
         run("hf_posenc.training.distill", *distillation(TRAINED, original, str(texts), str(trained)))
     return {"t5, calibrated": output / CALIBRATED, "t5, trained": trained}
 
 
 def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict[str, Path]:
-    """Method -> directory of the extended model, which is created if missing."""
+    """Method -> directory of the extended model."""
     folders = {method: arguments.output_dir / f"{method}-{length}" for method in METHODS}
     for method, folder in folders.items():
-        if not (folder / "config.json").exists():
-            extended(original, method, length, folder)
+        extended(original, method, length, folder)
     return folders
 
 
 def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any]]:
     """The length and record of each run of eval_length.py: the questions first, then the facts, which take longer."""
-    found, output = [], arguments.output_dir
+    found, output, always = [], arguments.output_dir, {"minilm": original, **converted(arguments, original)}
     for tasks, (length, documents) in itertools.product((QUESTIONS, NEEDLES), SIZES.items()):
         made = output / f"{next(iter(tasks))}-{length}"
-        if not (made / "length.json").exists():
-            models = {"minilm": original, **by_method(arguments, original, length), **converted(arguments, original)}
-            short = [SHORT] if tasks is QUESTIONS and length == min(SIZES) else []
-            given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
-            given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
-            named = [f"{name}={path}" for name, path in models.items()]
-            run("experiments.eval_length", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
+        models = always | by_method(arguments, original, length)
+        short = [SHORT] if tasks is QUESTIONS and length == min(SIZES) else []
+        given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
+        given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
+        named = [f"{name}={path}" for name, path in models.items()]
+        run("experiments.eval_length", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
         found.append((length, records.read(made / "length.json")))
     return found
 

