@@ -5,14 +5,13 @@
 with serve() as hub:
     ...                      # a process with HF_ENDPOINT=hub.endpoint and HF_TOKEN=TOKEN pushes and loads models
     hub.repos["me/model"].commits[-1].files["config.json"]
-    hub.faults.append(Fault("POST .*/me/model/commit/", cut, times=2))
+    hub.faults.append(Fault("POST .*/me/model/commit/", refuse(503), times=2))
 """
 
 import argparse
 import base64
 import contextlib
 import hashlib
-import io
 import json
 import re
 import sys
@@ -66,16 +65,15 @@ class Repo:
     private: bool = False
     gated: bool = False
     commits: list[Commit] = field(default_factory=lambda: [Commit("initial commit", {".gitattributes": b"*.bin filter=lfs\n"})])
-    tags: dict[str, Commit] = field(default_factory=dict)
 
     def __post_init__(self):
         self.branches = {"main": self.commits}
 
     def at(self, revision):
-        """The commit of a branch, pull request, tag, or SHA."""
+        """The commit of a branch, pull request, or SHA."""
         if revision in self.branches:
             return self.branches[revision][-1]
-        known = {commit.sha: commit for line in self.branches.values() for commit in line} | self.tags
+        known = {commit.sha: commit for line in self.branches.values() for commit in line}
         if revision not in known:
             raise Refusal(404, f"no revision {revision}", "RevisionNotFound")
         return known[revision]
@@ -88,13 +86,11 @@ class Fault:
     on: regular expression, searched in "METHOD path body".
     act: function of the handler and the answer.
     times: number of requests.
-    unread: whether it acts before the request's body is read. Then `on` is searched in "METHOD path ".
     """
 
     on: str
     act: Callable
     times: float = 1
-    unread: bool = False
 
 
 def refuse(status, message="not now", code=None, body=None, **headers):
@@ -104,88 +100,15 @@ def refuse(status, message="not now", code=None, body=None, **headers):
     return act
 
 
-def cut(handler, answer):
-    """Close the connection before the request is processed."""
-    handler.close_connection = True
-
-
-def lose_reply(handler, answer):
-    """Process the request, and close the connection before the response."""
-    handler.wfile, wire = io.BytesIO(), handler.wfile
-    answer()
-    handler.wfile, handler.close_connection = wire, True
-
-
-def stall(handler, answer):
-    """Send nothing until the server closes."""
-    handler.server.closing.wait()
-    handler.close_connection = True
-
-
-def silent(handler, answer):
-    """Like `stall`, but without waiting, for a client with a simulated clock (hub_worker.without_waiting)."""
-    handler.reply(b"", headers={"X-Silent": "yes"})
-
-
-def silent_after(handler, answer):
-    """Process the request, and send no response."""
-    handler.wfile, wire = io.BytesIO(), handler.wfile
-    answer()
-    handler.wfile = wire
-    silent(handler, answer)
-
-
-def trickle(handler, answer):
-    """Send the response byte by byte, without long pauses."""
-    handler.wfile, wire = io.BytesIO(), handler.wfile
-    try:
-        answer()
-    except Refusal as refusal:
-        handler.reply(refusal.body, refusal.status, refusal.headers)
-    with contextlib.suppress(OSError):
-        for byte in handler.wfile.getvalue():
-            if handler.server.closing.wait(0.1):
-                break
-            wire.write(bytes([byte]))
-    handler.wfile, handler.close_connection = wire, True
-
-
-def say(content, status=200, **headers):
-    """Respond with other content."""
-    return lambda handler, answer: handler.reply(content, status, headers)
-
-
-def garble(value):
-    """Respond with all values of the JSON replaced."""
-
-    def garbled(given):
-        if isinstance(given, dict):
-            return {key: garbled(inner) for key, inner in given.items()}
-        return [garbled(inner) for inner in given] if isinstance(given, list) and given else value
-
-    def act(handler, answer):
-        handler.wfile, wire = io.BytesIO(), handler.wfile
-        answer()
-        head, _, body = handler.wfile.getvalue().partition(b"\r\n\r\n")
-        handler.wfile = wire
-        handler.reply(garbled(json.loads(body)) if body[:1] in (b"{", b"[") else body)
-
-    return act
-
-
-def with_foreign_commit(then, repo_id):
-    """Before `then`, add someone else's commit of notes.txt."""
+def with_foreign_commit(repo_id):
+    """Add someone else's commit of notes.txt before the request is processed."""
 
     def act(handler, answer):
         repo = handler.server.repos[repo_id]
         repo.commits.append(Commit("by somebody else", {**repo.commits[-1].files, "notes.txt": b"theirs"}))
-        then(handler, answer)
+        answer()
 
     return act
-
-
-def answered(handler, answer):
-    answer()
 
 
 def git_sha(content):
@@ -220,7 +143,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, part_size, port):
         super().__init__(("127.0.0.1", port), Handler)
         self.repos, self.blobs, self.log, self.faults, self.part_size = {}, {}, [], [], part_size
-        self.lock, self.closing = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         # LFS content has another hostname. The client follows redirects to the same one, and would lose X-Repo-Commit.
         self.cdn = f"http://localhost:{self.server_port}/cdn"
@@ -238,7 +161,6 @@ def serve(part_size=1 << 20, port=0):
         try:
             yield hub
         finally:
-            hub.closing.set()
             hub.shutdown()
 
 
@@ -257,8 +179,6 @@ class Handler(BaseHTTPRequestHandler):
         self.query = parse_qs(query)
         self.server.log.append(f"{self.command} {self.path}")
         try:
-            if fault := self.fault("", unread=True):
-                return fault.act(self, self.answer)
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             answer = self.answer()
             fault = self.fault(self.body.decode(errors="replace"))
@@ -268,11 +188,11 @@ class Handler(BaseHTTPRequestHandler):
         except ConnectionError:  # the client has disconnected
             self.close_connection = True
 
-    def fault(self, body, unread=False):
+    def fault(self, body):
         """The first remaining fault that matches this request."""
         with self.server.lock:
             for fault in self.server.faults:
-                if fault.times and fault.unread == unread and re.search(fault.on, f"{self.command} {self.path} {body}"):
+                if fault.times and re.search(fault.on, f"{self.command} {self.path} {body}"):
                     fault.times -= 1
                     return fault
 
@@ -423,36 +343,6 @@ class Handler(BaseHTTPRequestHandler):
         repo.branches[name] = list(repo.branches.get(start) or [repo.at(start)])
         self.reply({})
 
-    def tag(self, repo_id, revision):
-        repo = self.repo(repo_id, write=True)
-        repo.tags[json.loads(self.body)["tag"]] = repo.at(revision)
-        self.reply({})
-
-    def refs(self, repo_id):
-        repo, said = self.repo(repo_id), {"branches": [], "converts": [], "tags": [], "pullRequests": []}
-        heads = {name: line[-1] for name, line in repo.branches.items()}
-        for kind, refs in ("heads", heads), ("tags", repo.tags):
-            for name, commit in refs.items():
-                place = "pullRequests" if name.startswith("refs/pr/") else "tags" if kind == "tags" else "branches"
-                said[place].append({"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commit.sha})
-        self.reply(said)
-
-    def discussions(self, repo_id):
-        requests = [
-            {
-                "title": line[-1].message,
-                "num": int(name.rpartition("/")[2]),
-                "author": {"name": USER},
-                "createdAt": "2025-01-01T00:00:00.000Z",
-                "status": "open",
-                "repo": {"name": repo_id, "type": "model"},
-                "isPullRequest": True,
-            }
-            for name, line in self.repo(repo_id).branches.items()
-            if name.startswith("refs/pr/")
-        ]
-        self.reply({"count": len(requests), "start": 0, "discussions": requests})
-
     def info(self, repo_id, revision="main"):
         repo = self.repo(repo_id)
         commit = repo.at(revision)
@@ -522,9 +412,6 @@ ROUTES = (
     ("GET HEAD", f"/cdn/{REPO}/([0-9a-f]{{64}})", Handler.cdn),
     ("POST", f"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
     ("POST", f"/api/models/{REPO}/branch/([^/]+)", Handler.branch),
-    ("POST", f"/api/models/{REPO}/tag/([^/]+)", Handler.tag),
-    ("GET", f"/api/models/{REPO}/refs", Handler.refs),
-    ("GET", f"/api/models/{REPO}/discussions", Handler.discussions),
     ("GET", f"/api/models/{REPO}", Handler.info),
     ("GET", f"/api/models/{REPO}/revision/([^/]+)", Handler.info),
     ("GET", f"/api/models/{REPO}/tree/([^/]+)/?(.*)", Handler.tree),

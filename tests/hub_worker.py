@@ -1,55 +1,11 @@
-"""The functions that tests of the Hub run in separate processes, because its client reads its settings on import.
-
-These processes never wait. `without_waiting` gives the client and hf_posenc a clock that only sleeps and missing responses
-advance.
-"""
+"""The functions that tests of the Hub run in separate processes, because its client reads its settings on import."""
 
 import json
 import re
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
-
-PASSED = ContextVar("passed", default=None)
-"""A list of the seconds that a push has slept or waited for responses."""
-
-
-class Clock:
-    """A replacement for the module `time`, with a separate time for each push."""
-
-    time = staticmethod(time.time)
-
-    @staticmethod
-    def monotonic():
-        return sum(PASSED.get() or [0.0])
-
-    @staticmethod
-    def sleep(seconds):
-        PASSED.get().append(seconds)
-
-
-def without_waiting():
-    import huggingface_hub.utils._http
-
-    from hf_posenc.hub import requests
-
-    http = huggingface_hub.utils._http
-    requests.time = http.time = Clock
-    httpx = http.httpx2 if hasattr(http, "httpx2") else http.httpx  # httpx2 since huggingface_hub 2
-    answered = httpx.HTTPTransport.handle_request
-
-    def handle_request(self, request):
-        response = answered(self, request)
-        if "X-Silent" in response.headers:  # hub_server.silent
-            Clock.sleep(request.extensions["timeout"]["read"])
-            raise httpx.ReadTimeout("timed out", request=request)
-        return response
-
-    httpx.HTTPTransport.handle_request = handle_request
 
 
 def told(error):
@@ -58,7 +14,7 @@ def told(error):
 
 def pushes(folder):
     """Make the pushes that test_hub checks."""
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, get_session, hf_hub_download
     from safetensors.torch import save_file
     from transformers import AutoModel, BertTokenizer, Trainer, TrainingArguments
     from typer.testing import CliRunner
@@ -74,6 +30,7 @@ def pushes(folder):
             return torch.where(distance.abs() > 3, -torch.inf, 0.0)[None]
 
     folder, results, api = Path(folder), {}, HfApi()
+    hooks = {kind: list(each) for kind, each in get_session().event_hooks.items()}
     tokenizer = BertTokenizer(str(folder / "vocab.txt"), model_max_length=99)
 
     def push(model, name, **arguments):
@@ -110,8 +67,10 @@ def pushes(folder):
     table.unlink()
 
     alibi, rope = patched("bert", "alibi"), patched("bert", "rope")
-    for each, name in ((alibi, "by-hand"), (alibi, "licence"), (rope, "licence"), (alibi, "shards"), (alibi, "unreadable")):
+    for each, name in ((alibi, "by-hand"), (alibi, "licence"), (rope, "licence"), (alibi, "shards")):
         push(each, f"me/{name}")
+    for _ in range(2):  # somebody else commits during the first
+        push(alibi, "me/foreign")
     push(alibi, "me/bad-token", token="hf_bad")
     push(alibi, "you/model")
     alibi.push_to_hub("me/own-method")
@@ -126,12 +85,7 @@ def pushes(folder):
 
     push(alibi, "me/branches")
     push(rope, "me/branches", revision="rope")
-    api.create_tag("me/branches", tag="v1")
-    for revision in ("v1", results["me/branches"][0]):
-        push(rope, "me/branches", revision=revision)
-    push(rope, "me/branches", revision="none", create_pr=True)
-    for _ in range(2):
-        push(rope, "me/branches", create_pr=True, commit_message="RoPE")
+    push(rope, "me/branches", create_pr=True, commit_message="RoPE")
     push(masked, "me/branches", revision="refs/pr/1")
     push(masked, "lab/public", create_pr=True)
     push(masked, "lab/public")
@@ -160,6 +114,7 @@ def pushes(folder):
     }.items():
         done = CliRunner().invoke(app, ["push", str(folder / arguments[0]), *arguments[1:]])
         results[name] = [done.exit_code, done.stdout.strip(), done.stderr]
+    results["the client of others"] = get_session().event_hooks == hooks
     (folder / "results.json").write_text(json.dumps(results))
 
 
@@ -213,7 +168,6 @@ def loads(folder):
 
 PLACES = (
     ("alibi", "me/branches", {}),
-    ("alibi", "me/branches", {"revision": "v1"}),
     ("rope", "me/branches", {"revision": "rope"}),
     ("masked", "me/branches", {"revision": "refs/pr/1"}),
     ("rope", "me/sharded", {}),
@@ -249,86 +203,3 @@ def places(folder, bare, *chosen):
         assert torch.equal(model(tokens)[0], outputs[expected]), (name, arguments)
     loaded = {name.partition(".")[0] for name in sys.modules}
     assert not loaded & HIDDEN if bare else hf_posenc.__name__ in loaded
-
-
-def faults(folder):
-    """Make each push and load of calls.json twice. Tags with its name enclose the log of the first."""
-    import logging
-
-    from huggingface_hub import logging as hub_logging
-    from transformers import AutoModel
-
-    import hf_posenc
-    from hf_posenc.hub import requests
-    from models import patched, tokens
-
-    without_waiting()
-    PASSED.set([])
-    requests.ATTEMPTS = 3
-    logging.basicConfig(level=logging.DEBUG)
-    hub_logging.set_verbosity_debug()
-    folder, results = Path(folder), {}
-    model = patched("bert", "alibi", seed=1)
-    new = model(tokens())[0]
-
-    def push(name, arguments):
-        try:
-            return {"oid": hf_posenc.push_to_hub(model, f"me/{name}", **arguments).oid}
-        except Exception as error:
-            return {"error": told(error)}
-
-    def load(name, arguments):
-        revision = "refs/pr/1" if "create_pr" in arguments else arguments.get("revision", "main")
-        try:
-            loaded = AutoModel.from_pretrained(f"me/{name}", revision=revision)
-            return "new" if torch.equal(loaded(tokens())[0], new) else "old"
-        except Exception as error:
-            return told(error)
-
-    for name, arguments in json.loads((folder / "calls.json").read_text()).items():
-        print(f"<{name}>", file=sys.stderr)
-        results[name] = {**push(name, arguments), "head": load(name, arguments)}
-        print(f"</{name}>", file=sys.stderr)
-        results[name] |= {"again": push(name, arguments), "then": load(name, arguments)}
-    (folder / "results.json").write_text(json.dumps(results))
-
-
-def limits(folder, waiting):
-    """Make the pushes of calls.json concurrently, in threads. The client of other code must keep its settings."""
-    import copy
-
-    from huggingface_hub import get_session
-
-    import hf_posenc
-    from hf_posenc.hub import requests
-    from models import patched
-
-    if waiting == "False":
-        without_waiting()
-    clock = requests.time
-    requests.PAUSE, requests.ATTEMPTS = 0.01, 2
-    folder = Path(folder)
-    calls, evaluation = (json.loads((folder / f"{name}.json").read_text()) for name in ("calls", "evaluation"))
-    model = patched("bert", "alibi", seed=1)
-    client = get_session()
-
-    def push(name):
-        PASSED.set([])
-        arguments, pushed = dict(calls[name]), copy.deepcopy(model)
-        if base := arguments.pop("base", None):
-            pushed.config.position_encoding["original"]["name_or_path"] = base
-        start = clock.monotonic()
-        try:
-            result = {"oid": hf_posenc.push_to_hub(pushed, f"me/{name}", evaluation=evaluation, **arguments).oid}
-        except BaseException as error:
-            result = {"error": told(error), "kinds": [cls.__name__ for cls in type(error).__mro__]}
-        return {**result, "seconds": clock.monotonic() - start}
-
-    with ThreadPoolExecutor(20) as pool:
-        results = dict(zip(calls, pool.map(push, calls), strict=True))
-    request = client.build_request("GET", "http://127.0.0.1/")
-    for hook in client.event_hooks["request"]:
-        hook(request)
-    results["its client"] = get_session() is client and client.timeout.read is None
-    results["limits of others"] = [limit for limit in request.extensions["timeout"].values() if limit is not None]
-    (folder / "results.json").write_text(json.dumps(results))

@@ -552,16 +552,14 @@ import os, sys
 os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:9"}
 os.environ.pop("HF_TOKEN", None)
 from typer.testing import CliRunner
-from hf_posenc.hub import requests
 from hf_posenc.cli import app
-requests.PAUSE = 0
 for token in {}, {"HF_TOKEN": "hf_x"}:
     done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
 """
     without_token, without_hub = run_python(code, folders / "patched", tmp_path, fresh=True).splitlines()
     assert without_token.startswith("1 SystemExit Error: No token for the Hub")
-    assert without_hub.startswith("1 SystemExit Error: ") and "HF_HUB_OFFLINE=1" in without_hub
+    assert without_hub.startswith("1 SystemExit Error: ") and "onnect" in without_hub
 
 
 def test_a_bug_shows_where_it_is():

@@ -27,8 +27,6 @@ def push(
         Path | None,
         typer.Option(help="Directory for a copy of the pushed files.", show_default="none; offline, the repository's name"),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds without a response before a request fails.")] = 60.0,
-    deadline: Annotated[float, typer.Option(help="Maximum duration of the push in seconds.")] = 6 * 3600.0,
     as_json: AsJson = False,
 ) -> None:
     """Push a model, its tokenizer, its evaluation, and a model card to the Hub in one commit.
@@ -80,8 +78,6 @@ def push(
         create_pr=create_pr,
         commit_message=commit_message,
         save_directory=save_directory,
-        timeout=timeout,
-        deadline=deadline,
     )
     if isinstance(done, Path):  # offline
         out.result(str(done))

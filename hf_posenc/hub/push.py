@@ -16,7 +16,7 @@ from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
     CommitOperationDelete,
-    ModelInfo,
+    HfApi,
     get_token,
     is_offline_mode,
 )
@@ -27,10 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc import _compat
 from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
-from hf_posenc.hub.commit import Api, PendingCommit, commit_id
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
-from hf_posenc.hub.repository import base_metadata, earlier_push, ensure_branch, merged
-from hf_posenc.hub.requests import HubSession
+from hf_posenc.hub.repository import base_metadata, earlier_push, merged
 from hf_posenc.inspection import inspect
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import read_json
@@ -53,14 +51,11 @@ def push_to_hub(
     commit_message: str | None = None,
     save_directory: str | os.PathLike[str] | None = None,
     token: str | None = None,
-    timeout: float = 60.0,
-    deadline: float = 6 * 3600.0,
 ) -> CommitInfo | Path:
     """Upload a patched or original model, or a `PositionEmbedding`, with all its files and a model card, in one commit.
 
-    Requests are retried with exponential backoff on timeouts, invalid responses, 429, and transient 5xx. A manually written or
-    edited README.md is kept. Files of earlier pushes (shards, code, figures, evaluation) that this one lacks are deleted. If
-    nothing has changed, no commit is made.
+    A manually written or edited README.md is kept. Files of earlier pushes (shards, code, figures, evaluation) that this one
+    lacks are deleted. If nothing has changed, no commit is made.
 
     Offline (HF_HUB_OFFLINE=1), nothing is uploaded. The files are written to a local directory, and a log message contains the
     commands that push them later.
@@ -75,28 +70,22 @@ def push_to_hub(
         private: whether a new repository is private. Default: the namespace's setting.
         revision: a branch, or "refs/pr/N" to add a commit to a pull request. Default: main. A missing branch is created from
             main unless `create_pr` is set.
-        create_pr: open a pull request against `revision` instead. If one with the same title and content is open, it is
-            returned.
+        create_pr: open a pull request against `revision` instead.
         commit_message: default: the model's class and encoding.
         save_directory: local directory for a copy of the files. Offline, the default is the repository's name in the current
             directory.
         token: default: the token of `hf auth login` or HF_TOKEN.
-        timeout: maximum seconds without data while connecting, sending, or receiving. It doesn't limit a slow upload.
-        deadline: maximum seconds for the whole push, with retries and pauses.
 
     Returns:
         The commit, or the head of the branch if nothing has changed. Offline, the local directory.
 
     Raises:
         ValueError: the model is incomplete, an argument is invalid, or no token was found. The upload would contain the token.
-            `save_directory` contains other files. `private` differs from the existing repository. `revision` is a tag, a
-            commit, or a missing branch for a pull request. The Hub rejects the card's metadata. In all these cases, nothing
-            was uploaded.
-        huggingface_hub.errors.HfHubHTTPError: the Hub rejected a request, or someone else pushed a commit first. Nothing was
-            committed.
-        ConnectionError: the Hub can't be reached, or its responses are invalid.
-        TimeoutError: the deadline has passed. Another push with the same content resumes, and makes no second commit.
-        OSError: a local file can't be read or written. The three errors above are also OSErrors.
+            `save_directory` contains other files. `private` differs from the existing repository. The Hub rejects the card's
+            metadata. In all these cases, nothing was uploaded.
+        huggingface_hub.errors.HTTPError: the Hub can't be reached or rejected a request, or someone else pushed a commit first.
+            Nothing was committed.
+        OSError: a local file can't be read or written.
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -105,7 +94,6 @@ def push_to_hub(
         evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
     images = _images(figures)
     validate_repo_id("" if repo_id is None else repo_id)
-    requests = HubSession(timeout, deadline)
     offline, token = is_offline_mode(), _checked_token(token or get_token())
     if not (token or offline):
         raise ValueError("No token for the Hub was found. Run `hf auth login`, set HF_TOKEN, or pass token=….")
@@ -143,15 +131,11 @@ def push_to_hub(
                 "Nothing was uploaded (offline). %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
             )
             return keep_in
-        api = Api(token=token)
-        repo_id = requests.send(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
-        ensure_branch(api, requests, repo_id, revision, create_pr)
-
-        def head_and_files() -> tuple[ModelInfo, str, set[str]]:
-            head = api.model_info(repo_id, revision=revision)
-            return head, commit_id(head.sha), {str(file.rfilename) for file in head.siblings or ()}
-
-        head, sha, present = requests.send(head_and_files)
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr and not revision.startswith("refs/pr/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        head = api.model_info(repo_id, revision=revision)
         if private is not None and private != head.private:
             raise ValueError(
                 f"{repo_id} exists and is {'private' if head.private else 'public'}. Omit private={private}, or change the "
@@ -159,19 +143,28 @@ def push_to_hub(
             )
 
         def read(path: str) -> str:
-            file = requests.send(partial(api.hf_hub_download, repo_id, path, revision=sha))
+            file = api.hf_hub_download(repo_id, path, revision=head.sha)
             return Path(file).read_text(encoding="utf-8", errors="replace")
 
+        present = {file.rfilename for file in head.siblings or ()}
         kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
         if kept is None:
             logger.warning("%s: README.md was written or edited manually, so it was not changed.", repo_id)
             (folder / "README.md").unlink(missing_ok=True)
         else:
-            text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
+            text = card(repo_id, metadata=merged(base_metadata(model, api), kept))
             (folder / "README.md").write_text(text, encoding="utf-8")
-        additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
-        deletions = [CommitOperationDelete(path) for path in stale]
-        return PendingCommit(api, requests, repo_id, additions, deletions, message, revision, create_pr, sha).commit()
+        return api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationDelete(path) for path in stale),
+                *(CommitOperationAdd(path, folder / path) for path in _files(folder)),
+            ],
+            commit_message=message,
+            revision=revision,
+            create_pr=create_pr,
+            parent_commit=head.sha,
+        )
 
 
 def _refuse_unless_whole(model: Any) -> None:

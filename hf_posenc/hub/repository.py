@@ -1,39 +1,35 @@
-"""State of the Hub before a push: branches and files of the repository, and metadata of the existing and the base card."""
+"""State of the Hub before a push: files of the repository, and metadata of the existing card and that of the base model."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import REGEX_COMMIT_OID
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 
 from hf_posenc.hub.cards import INHERITED, host_name, replaceable
-from hf_posenc.hub.commit import Api
 from hf_posenc.hub.eval_results import EVALUATION, result_files
-from hf_posenc.hub.requests import HubSession
 from hf_posenc.serialization.saved_files import parsed_json
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
 """Files that are deleted if the new push lacks them. An old model.safetensors would be loaded instead of new shards."""
 
 
-def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: HubSession | None = None) -> dict[str, Any]:
+def base_metadata(model: PreTrainedModel, api: HfApi | None = None) -> dict[str, Any]:
     """The card's metadata about the original model: its ID, license, and language.
 
     The name of a local directory may have the form of an ID. Therefore the ID is None unless the Hub has it, or, offline, the
     local cache.
     """
     name = host_name(model)
-    if not name or not (api and requests or isinstance(try_to_load_from_cache(name, "config.json"), str)):
+    if not name or not (api or isinstance(try_to_load_from_cache(name, "config.json"), str)):
         return {"base_model": None}
     inherited: dict[str, Any] = {}
-    if api and requests:
+    if api:
         try:
-            inherited = requests.send(partial(_inherited, api, name))
+            inherited = _inherited(api, name)
         except (GatedRepoError, DisabledRepoError):
             pass
         except (HFValidationError, RepositoryNotFoundError):
@@ -41,7 +37,7 @@ def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: HubS
     return {"base_model": name, **inherited}
 
 
-def _inherited(api: Api, name: str) -> dict[str, Any]:
+def _inherited(api: HfApi, name: str) -> dict[str, Any]:
     """The metadata that a card inherits from the base model's card. Only strings and lists of strings are inherited."""
     card = api.model_info(name).card_data
     found = {key: card.get(key) for key in INHERITED if card}
@@ -64,34 +60,10 @@ def earlier_push(
     """
     present = set(present)
     written = {path for path in present if WRITTEN.fullmatch(path)}
-    try:
-        card = read("README.md") if "README.md" in present else ""
-        measured = read(EVALUATION) if EVALUATION in present else "null"
-    except GatedRepoError:  # write access doesn't imply read access
-        return None, sorted(written.difference(new))
+    card = read("README.md") if "README.md" in present else ""
+    measured = read(EVALUATION) if EVALUATION in present else "null"
     if (kept := replaceable(card)) is not None:
         written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
     with contextlib.suppress(ValueError):  # no evaluation.json, or one from another tool
         written |= {EVALUATION, *result_files(parsed_json(measured))}
     return kept, sorted((written & present).difference(new))
-
-
-def ensure_branch(api: Api, requests: HubSession, repo_id: str, revision: str | None, create_pr: bool) -> None:
-    if revision is None or revision == "main" or revision.startswith("refs/pr/"):
-        return
-
-    def names() -> tuple[set[str], set[str]]:
-        refs = api.list_repo_refs(repo_id)
-        return {str(ref.name) for ref in refs.branches}, {str(ref.name) for ref in refs.tags}
-
-    branches, tags = requests.send(names)
-    if revision in branches:
-        return
-    if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
-        kind = "tag" if revision in tags else "commit"
-        raise ValueError(
-            f"revision {revision!r} is a {kind}, which can't change. Choose a branch ({', '.join(sorted(branches))})."
-        )
-    if create_pr:
-        raise ValueError(f"{repo_id} has no branch {revision!r} for the pull request. Branches: {', '.join(sorted(branches))}.")
-    requests.send(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))
