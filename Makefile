@@ -57,7 +57,7 @@ gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q GPU || { echo "no GPU here: nvidia-smi finds none, and nothing was installed" >&2; exit 1; }
 
 bench: .venv/benchmarks
-	$(BIN)/python scripts/bench.py --threads 1 --clock process --rounds 5 --warmup 1 \
+	$(BIN)/python scripts/bench.py --threads 1 --clock process --rounds 6 --warmup 1 \
 	  --output_dir scripts/results --docs_file docs/results/speed.md
 
 bench-gpu: gpu .venv/benchmarks

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Change:
-    """The relative throughput of a subject in both commits, with 95% intervals: (median, low, high)."""
+    """The relative throughput of a subject in both commits, with intervals: (median, low, high)."""
 
     group: str
     subject: str

@@ -9,7 +9,7 @@
 
 Each group of subjects is measured in one process. In each round, every subject runs once, in random order, so that other load
 on the machine affects all subjects alike. A ratio compares the throughput of two subjects within a round. 1.0 is as fast as the
-reference, and less is slower. The median over all rounds is printed with a 95% bootstrap interval.
+reference, and less is slower. The median over all rounds is printed with an interval of order statistics.
 
 A subject that fails is listed with the reason. Finished groups are saved, so that an interrupted run can be resumed. A group in
 which every subject failed isn't saved, and the command then ends with status 1.
@@ -40,7 +40,7 @@ from hf_posenc.serialization.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIX = {"cpu": "", "cuda": "-gpu"}
-QUICK_ROUNDS = 5
+QUICK_ROUNDS = 6
 
 
 def measured(group: Group, settings: Settings) -> Any:
@@ -88,7 +88,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--against",
         metavar="REVISION",
-        help="also measure this commit, and print what is slower or faster than there; at least 5 rounds",
+        help="also measure this commit, and print what is slower or faster than there; at least 6 rounds",
     )
     add("--rounds", type=int, help="how often each subject is timed; default: 20")
     add("--warmup", type=int, default=2, help="untimed runs before that")

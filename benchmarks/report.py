@@ -13,8 +13,9 @@ from hf_posenc.plots.speed_records import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
-    "ms: the median. x stock, x none: throughput relative to theirs in the same rounds, with its 95% interval; below 1 is "
-    "slower. A target is a bound on throughput, unless it says time or memory."
+    "ms: the median. x stock, x none: throughput relative to theirs in the same rounds; below 1 is slower. [bounds]: order "
+    "statistics that contain the median with 95% probability, or for 5 rounds their range, with 94%. A target "
+    "is a bound on throughput, unless it says time or memory."
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "swin": "Swin", "vit": "ViT"}
 COLUMNS = {
@@ -136,7 +137,7 @@ def _rows(group: Record) -> list[list[str]]:
     named = dict.fromkeys(other for record in done.values() for other in record.get("ratios", {}))
     references = [*(name for name in (STOCK, NONE) if name in named), *(name for name in named if name not in (STOCK, NONE))]
     more = [name for name in FURTHER if any(name in record for record in done.values())]
-    rows = [["", "ms", *(f"x {other} [95 %]" for other in references), *(FURTHER[name] for name in more)]]
+    rows = [["", "ms", *(f"x {other} [bounds]" for other in references), *(FURTHER[name] for name in more)]]
     for name, record in done.items():
         ratios = [_ratio(record.get("ratios", {}).get(other)) for other in references]
         rows.append([name, _number(record.get("milliseconds")), *ratios, *(_number(record.get(each)) for each in more)])
@@ -217,7 +218,7 @@ def _target_rows(found: list[Verdict]) -> list[str]:
     left = len(TARGETS) - measured
     lines = [
         f"{met} of {measured} targets of this project are met by all subjects{f'; {left} were not measured' if left else ''}. "
-        f"Undecided, because the interval (95%) contains the bound: {undecided}. stock: the original model. none: the `none` "
+        f"Undecided, because the interval contains the bound: {undecided}. stock: the original model. none: the `none` "
         "encoding."
     ]
     return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]

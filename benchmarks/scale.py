@@ -21,7 +21,7 @@ from unittest.mock import patch as replaced
 import hf_posenc
 from benchmarks.comparing import DIGITS, NONE, STOCK, Record, compared, figures
 from benchmarks.grid import Group, Settings
-from benchmarks.ratios import ratio
+from benchmarks.ratios import interval
 from benchmarks.subjects import encodings, stock
 from benchmarks.timing import Run, Timed, clocked
 
@@ -93,9 +93,7 @@ def patching(group: Group, settings: Settings) -> dict[str, Record]:
 
 def _interval(timed: Timed, name: str) -> Record:
     """The interval of the median, in milliseconds."""
-    seconds = timed.seconds[name]
-    found = ratio(seconds, [1e-3] * len(seconds))
-    return {"interval": [round(each, DIGITS) for each in found.interval]}
+    return {"interval": [round(1e3 * each, DIGITS) for each in interval(timed.seconds[name])]}
 
 
 def importing(group: Group, settings: Settings) -> dict[str, Record]:

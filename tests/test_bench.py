@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -123,15 +122,12 @@ def test_ratios_are_taken_within_rounds():
         ratio([1.0, 1.0, 1.0], [1.0, 1.0])
 
 
-def test_the_interval_is_a_bootstrap_of_the_median():
+@pytest.mark.parametrize(("rounds", "probability"), [(5, 15 / 16), (6, 0.95), (12, 0.95), (20, 0.95)])
+def test_the_interval_contains_the_median(rounds, probability):
+    """Ratios of skewed times with the median 1, in 4,000 runs. The standard error is at most 0.004."""
     draw = random.Random(0)
-    above, below = ([draw.gauss(1, 0.1) for _ in range(25)] for _ in range(2))
-    values = [a / b for a, b in zip(above, below, strict=True)]
-    medians = sorted(statistics.median(draw.choices(values, k=25)) for _ in range(4000))
-    found = ratio(above, below)
-    assert found.value == pytest.approx(statistics.median(values))
-    assert found.interval == pytest.approx((medians[99], medians[3899]), abs=0.015)
-    assert found.interval[0] < found.value < found.interval[1]
+    runs = [ratio([draw.lognormvariate(0, 0.2) for _ in range(rounds)], [1.0] * rounds).interval for _ in range(4000)]
+    assert sum(low <= 1 <= high for low, high in runs) / len(runs) > probability - 0.01
 
 
 def test_the_peak_of_a_known_allocation():
@@ -524,7 +520,7 @@ def _die(group, settings):
         (["--report_only"], "require --output_dir"),
         (["--rounds", "0"], "must be at least 1"),
         (["--threads", "0"], "must be at least 1"),
-        (["--against", "HEAD", "--rounds", "1"], "--against needs at least 5 rounds"),
+        (["--against", "HEAD", "--rounds", "1"], "--against needs at least 6 rounds"),
         (["--encodings", "alibi,alibo"], "--encodings: there is no encoding alibo; registered: none, alibi"),
         (["--clock", "process"], "requires --threads 1"),
         (["--report_only", "--output_dir", "empty"], "no results in empty: there is no bench.json. Run `make bench`"),

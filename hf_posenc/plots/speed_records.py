@@ -19,8 +19,8 @@ KINDS = {
 def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw throughput compared with the stock model, as measured by scripts/bench.py.
 
-    The figure shows the throughput of BERT with every encoding as a ratio to the original model, with 95% intervals. Each kind
-    of measurement and dtype has a panel, and each length has a color and marker.
+    The figure shows the throughput of BERT with every encoding as a ratio to the original model, with the intervals of the
+    record. Each kind of measurement and dtype has a panel, and each length has a color and marker.
 
     Args:
         record: bench.json of scripts/bench.py.
@@ -65,7 +65,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
         axis.tick_params(axis="y", length=0)
     sheet.axes[0, 0].set_yticks(range(len(names)), names)
     sheet.axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
-    label = "throughput as a ratio to the stock model, with 95 % intervals"
+    label = "throughput as a ratio to the stock model, with intervals over rounds"
     sheet.figure.supxlabel(label, fontsize=NORMAL, color=sheet.theme.ink)
     sheet.legend({f"{length} tokens": entries[length] for length in lengths}, len(lengths), loc="outside upper center")
     return sheet.finish()
