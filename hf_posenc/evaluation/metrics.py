@@ -158,6 +158,8 @@ def paired(ranks: Ranks, baseline: Ranks, metric: str = "mrr") -> Difference:
             f"{len(ranks.groups)} and {len(baseline.groups)} queries, or different groups, can't be paired. Use the same "
             "queries."
         )
+    if ranks is baseline:
+        return Difference(0.0, (0.0, 0.0), len(ranks.hits))
     values, others = getattr(ranks, names[metric]), getattr(baseline, names[metric])
     return Difference(*difference(values, others, ranks.groups), len(values))
 
