@@ -1,5 +1,6 @@
 """The architectures and encodings of the tests: each tiny config once, and the models created from them."""
 
+import copy
 import functools
 import inspect
 from dataclasses import dataclass, field
@@ -490,6 +491,13 @@ def as_itself(model, host, max_length=None):
 def backends(model):
     """The attention implementations that a model supports in tests."""
     return ("eager", "sdpa") if model._supports_sdpa else ("eager",)
+
+
+def rebuilt(model):
+    """A model of the same class, built from the config and the saved weights."""
+    new = type(model)(copy.deepcopy(model.config)).eval()
+    new.load_state_dict(model.state_dict())
+    return new
 
 
 def tokens(batch=2, length=11, seed=0):

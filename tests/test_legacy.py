@@ -188,12 +188,12 @@ def test_the_length_is_what_v4_took(saved):
     """For RoBERTa, the maximum length is one less than in this config, and two less in the models on the Hub."""
     model = hf_posenc.from_v4(saved("roberta"))
     ids = torch.randint(4, 12, (1, 30), generator=torch.Generator().manual_seed(0))
-    assert hf_posenc.inspect(model).max_length == 10 and model(ids[:, :10])[0].isfinite().all()
+    assert hf_posenc.inspect(model).max_length == 10
     with pytest.raises(ValueError, match="11"):
         model(ids[:, :11])
     assert hf_posenc.inspect(hf_posenc.from_v4(DATA / "roberta", max_length=30)).max_length == 30
     longer = hf_posenc.extend(model, 30)
-    assert longer(ids)[0].isfinite().all()
+    assert_equal(longer(ids)[0], hf_posenc.from_v4(DATA / "roberta", max_length=30)(ids)[0])
     assert_close(longer(ids[:, :10])[0], model(ids[:, :10])[0])
 
 

@@ -1,15 +1,20 @@
 """Attention implementations, data types, compilation, and devices."""
 
+import copy
+
 import pytest
 import torch
 
 import hf_posenc
 from checks.registry import TEXT, check
-from closeness import LOOSE, assert_close
+from closeness import LOOSE, assert_close, scale
 from conftest import GPU
 from cover import quick
 from models import backends, tokens
 from oracles import padded
+
+EAGER_ALONE = ("mpnet", "megatron-bert", "gpt-oss")
+"""Models that Transformers runs with eager attention alone."""
 
 
 def given(it):
@@ -20,30 +25,39 @@ def given(it):
     return it.inputs(ids[:, 3:], mask[:, 3:]), mask[:, 3:].bool()
 
 
-@check()
+@check(where=lambda it: it.name not in EAGER_ALONE)
 @torch.no_grad()
 def implementations_agree(it):
     model, (arguments, real) = it.twin(), given(it)
     outputs = {}
-    for implementation in backends(model):
+    for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         outputs[implementation] = [model(**arguments)[0][real], it.plain(model)]
-    for found in outputs.values():
-        assert_close(found, outputs["eager"])
+    assert_close(outputs["sdpa"], outputs["eager"])
 
 
-@check()
+@check(where=lambda it: it.encoding != "none")
 @torch.no_grad()
 def half_precision(it):
-    expected = it.plain(it.model)
-    half = it.twin().to(torch.bfloat16)
+    """bfloat16 and autocast keep the encoding's effect: the difference to the output without positions."""
+    output, without = it.plain(it.model), it.plain(it.without)
+    effect = (output - without).flatten()
+    # bfloat16 has 8 bits, so a small effect disappears in the rounding of the other numbers. A missing one has the cosine 0.
+    least = 0.95 if scale(effect) > 0.03 * scale(output) else 0.2
+
+    def check(half, half_without):
+        found = (half.float() - half_without.float()).flatten()
+        assert torch.nn.functional.cosine_similarity(found, effect, dim=0) > least
+
+    half, half_without = (copy.deepcopy(model).to(torch.bfloat16) for model in (it.model, it.without))
     for implementation in backends(half):
-        half.set_attn_implementation(implementation)
-        output = half(**it.half_inputs())[0]
-        assert output.dtype == torch.bfloat16
-        assert torch.nn.functional.cosine_similarity(output.float().flatten(), expected.flatten(), dim=0) > 0.99
+        for model in (half, half_without):
+            model.set_attn_implementation(implementation)
+        outputs = [model(**it.half_inputs())[0] for model in (half, half_without)]
+        assert outputs[0].dtype == torch.bfloat16
+        check(*outputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert it.plain(it.model).isfinite().all()
+        check(it.plain(it.model), it.plain(it.without))
 
 
 @check(on=quick, slow=True)
