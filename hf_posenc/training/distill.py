@@ -138,6 +138,10 @@ class Distillation(Task):
         self.cut, self.pad = data.Cut(tokenizer), DataCollatorWithPadding(tokenizer)
         self.usable = hf_posenc.inspect(teacher).max_length
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What workers that are spawned need to collate, without the models."""
+        return {"arguments": self.arguments, "cut": self.cut, "pad": self.pad}
+
     def collate(self, rows: data.Rows, step: int | None = None) -> Any:
         arguments = self.arguments
         if step is None:

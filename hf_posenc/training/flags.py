@@ -164,7 +164,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add(
         "--dataloader_num_workers",
         type=at_least(0),
-        help="subprocesses of each process that prepare batches (default: 2, or 0 for training on a CPU)",
+        help="subprocesses of each process that prepare batches, none with --streaming (default: 2, or 0 on a CPU)",
     )
     add("--torch_compile", action="store_true", help="compile the model")
     add("--torch_compile_backend", default="inductor", help="backend of torch.compile")

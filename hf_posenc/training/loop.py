@@ -141,8 +141,10 @@ class Run:
         device, workers = self.accelerator.device.type, self.arguments.dataloader_num_workers
         if workers is None:
             workers = 0 if device == "cpu" else 2
-        # A stream is one shard. Its own generator keeps the random state of the training unchanged.
-        workers, generator = min(workers, 1) if self.arguments.streaming else workers, torch.Generator()
+        if self.arguments.streaming:  # `datasets` shuffles streams differently in workers
+            workers = 0
+        # Its own generator keeps the random state of the training unchanged.
+        generator = torch.Generator()
         return DataLoader(data, num_workers=workers, generator=generator, pin_memory=device == "cuda", **options)
 
     def batches(self) -> DataLoader:
