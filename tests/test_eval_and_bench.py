@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import f1_score
-from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
     AutoModel,
@@ -78,6 +78,7 @@ def causal(tmp_path_factory):
     told = passkeys.TASK + passkeys.FILLER + passkeys.FACT + passkeys.QUESTION
     for size in (400, 300):
         learned, alphabet = Tokenizer(BPE()), pre_tokenizers.ByteLevel.alphabet()
+        learned.decoder = decoders.ByteLevel()
         learned.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
         how = {"initial_alphabet": alphabet, "special_tokens": ["<end>"], "show_progress": False}
         learned.train_from_iterator([" " + " ".join(WORDS), told], trainers.BpeTrainer(vocab_size=size, **how))
@@ -288,6 +289,60 @@ def test_all_tokens_of_a_key_count():
 
     prompts = [passkeys.Passkey(prompt, answer, 0, "") for prompt, answer in asked]
     assert passkeys.found(Model(), prompts).tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("part", [0, 0.3, 1])
+def test_a_passkey_lies_where_it_is_asked_for(causal, part):
+    least = passkeys.least_length(causal.tokenizer)
+    for each in passkeys.passkeys(causal.tokenizer, least + 99, part, 3, seed=0):
+        assert len(each.prompt) + len(each.answer) == least + 99
+        assert causal.tokenizer.decode(each.answer) == each.key and len(each.key) == passkeys.DIGITS == len(each.answer)
+        text = causal.tokenizer.decode(each.prompt)
+        assert text.count(each.key) == 2 and text.startswith(passkeys.TASK) and text.endswith(f"{passkeys.QUESTION} ")
+        assert causal.tokenizer.decode(each.prompt[each.depth :]).startswith(passkeys.FACT.format(key=each.key))
+        before = each.depth - len(causal.tokenizer(passkeys.TASK)["input_ids"])
+        assert before == round(part * 100)
+        # The prompt and answer are the causal.tokenizer's output for the text.
+        assert tuple(causal.tokenizer(text + each.key)["input_ids"]) == each.prompt + each.answer
+
+
+def test_passkeys_differ_and_come_out_the_same(causal):
+    length = passkeys.least_length(causal.tokenizer) + 20
+    first, again = (passkeys.passkeys(causal.tokenizer, length, 0.5, 8, seed=1) for _ in range(2))
+    assert first == again and len({each.key for each in first}) == 8
+    assert {each.key for each in first}.isdisjoint(
+        each.key for each in passkeys.passkeys(causal.tokenizer, length, 0.5, 8, seed=2)
+    )
+
+
+def test_no_room_for_filler(causal):
+    least = passkeys.least_length(causal.tokenizer)
+    with pytest.raises(ValueError, match=f"length={least - 1} .* take {least - 1} tokens"):
+        passkeys.passkey(causal.tokenizer, least - 1, 0.5, "12345")
+    with pytest.raises(ValueError, match=r"part=1\.5"):
+        passkeys.passkeys(causal.tokenizer, least, 1.5, 1, 0)
+
+
+class Answering(torch.nn.Module):
+    """Predicts the following tokens, except the digit at `wrong` of each answer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, prompts, wrong):
+        super().__init__()
+        self.rows, self.wrong = [[*each.prompt, *each.answer] for each in prompts], wrong
+
+    def forward(self, input_ids, logits_to_keep):
+        known = {tuple(row[:-1]): row for row in self.rows}
+        following = torch.tensor([known[tuple(row)][-logits_to_keep:] for row in input_ids.tolist()])
+        following[:, self.wrong] += 1
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following, 400).float())
+
+
+def test_which_digits_are_right(causal):
+    prompts = passkeys.passkeys(causal.tokenizer, 900, 0.5, 5, seed=0)  # several batches
+    found = passkeys.right(Answering(prompts, wrong=3), prompts)
+    assert found.tolist() == [[True, True, True, False, True]] * 5
 
 
 def test_classifiers_by_length(folder):

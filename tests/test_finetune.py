@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -30,8 +28,6 @@ from transformers import (
 
 import vocabularies
 from conftest import ROOT, WORDS, run_python
-from experiments import seeds
-from experiments.data import reviews
 from hf_posenc.training import classification, finetune, question_answering
 from hub_server import TOKEN, USER, serve
 from models import BERT, HOSTS, LENGTH, VOCABULARY, slow
@@ -796,67 +792,6 @@ def test_refused(tiny, tmp_path, capsys, more, words):
         train(tiny, tmp_path / "out", *more)
     assert re.search(words, f"{stopped.value} {capsys.readouterr().err}")
     assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_reviews_are_split_by_movie(tmp_path):
-    corpus = [("fresh", f"Great number {i}, in its own way", f"movie{i // 4}") for i in range(400)]
-    corpus += [("plot", "A man walks", "movie1"), ("rotten", "great NUMBER 7 in its own way!", "movie2"), ("rotten", "…", "m")]
-    write(tmp_path / "corpus.csv", corpus, header=("category", "text", "movie_name"))
-    parts = reviews.split(reviews.read(tmp_path / "corpus.csv"))
-    assert sum(map(len, parts)) == 400 and all(review.label == "fresh" for part in parts for review in part)
-    movies = [{review.movie for review in part} for part in parts]
-    assert not movies[0] & movies[1] and 10 <= len(movies[1]) <= 30
-    write(tmp_path / "other.csv", [("a", "b")])
-    with pytest.raises(SystemExit, match="but no category, movie_name"):
-        reviews.read(tmp_path / "other.csv")
-
-
-def test_the_real_reviews():
-    try:
-        path = reviews.corpus_file()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
-    train, validation = reviews.split(reviews.read(path))
-    assert (len(train), len(validation)) == (10_476, 2_273)
-    assert {review.label for review in train} == {review.label for review in validation} == {"fresh", "rotten"}
-
-
-def test_several_seeds(tmp_path, capsys, monkeypatch):
-    """Results of other flags are replaced. Student's interval is 0.02 · 4.303 / √3."""
-
-    def run(command):
-        given = dict(zip(command[3::2], command[4::2], strict=True))
-        values = {"nowhere/a": (0.5, 0.52, 0.54), "nowhere/b": (0.7, 0.7, 0.7)}[given["--model_name_or_path"]]
-        value = values[int(given["--seed"])] if given["--text_length"] == "64" else 0.1
-        folder = tmp_path / given["--output_dir"]
-        folder.mkdir(exist_ok=True)
-        found = {"eval_accuracy": value, "eval_macro_f1": 1 - value, "steps": 3, "seconds": 1.0}
-        (folder / "all_results.json").write_text(json.dumps(found))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr("experiments.seeds.subprocess.run", run)
-    for length in ("32", "64"):
-        given = ["a=nowhere/a", "b=nowhere/b", "--output_dir", str(tmp_path), "--", "--text_length", length]
-        seeds.main(given)
-    shown = capsys.readouterr().out
-    assert "0.520 ± 0.050" in shown and "0.480 ± 0.050" in shown and "0.700 ± 0.000" in shown
-    kept = json.loads((tmp_path / "seeds.json").read_text())
-    assert kept["flags"] == ["--text_length", "64"] and kept["models"]["a"]["values"]["eval_accuracy"] == [0.5, 0.52, 0.54]
-    for wrong in (["a"], ["a=m", "--seeds", "1"], ["a=m", "--seeds", "1", "1"]):
-        with pytest.raises(SystemExit):
-            seeds.parse_arguments([*wrong, "--output_dir", str(tmp_path)])
-
-
-def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
-    def run(command):
-        assert command[:3] == [sys.executable, "-m", finetune.__name__]
-        (code,), _ = launch("finetune", *command[3:])
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr("experiments.seeds.subprocess.run", run)
-    with pytest.raises(SystemExit) as stopped:
-        seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
-    assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()
 
 
 def test_the_page_shows_the_kept_results():

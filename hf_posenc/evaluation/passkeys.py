@@ -7,7 +7,7 @@ Shapes: N prompts, L tokens in a prompt with its key, A tokens of the key, V voc
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,6 @@ class Passkey:
     def row(self) -> list[int]:
         """The tokens that a model reads to predict the key: the prompt and the key without its last token."""
         return [*self.prompt, *self.answer[:-1]]
-
-
-def at_depths(tokenizer: Any, length: int, count: int, seed: int, parts: Sequence[float] = DEPTHS) -> list[Passkey]:
-    """`count` passkeys at each depth, depth by depth."""
-    return [each for part in parts for each in passkeys(tokenizer, length, part, count, seed)]
 
 
 def passkeys(tokenizer: Any, length: int, part: float, count: int, seed: int) -> list[Passkey]:
@@ -106,34 +101,22 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def text(tokenizer: Any, length: int, part: float, key: str) -> str:
-    """A prompt with its key and a period, as a training text."""
-    made = passkey(tokenizer, length, part, key)
-    return str(tokenizer.decode([*made.prompt, *made.answer], skip_special_tokens=True)) + "."
-
-
 @torch.no_grad()
-def right(model: PreTrainedModel, prompts: Sequence[Passkey], logits: Callable[..., Tensor] | None = None) -> Tensor:
+def right(model: PreTrainedModel, prompts: Sequence[Passkey]) -> Tensor:
     """Whether each token of the key is predicted from the true previous tokens, `[N, A]`.
 
     All prompts have the same length, and all keys the same number of tokens.
-
-    logits: a function of the model, rows `[N, L - 1]`, and A, which returns the logits of the last A tokens, `[N, A, V]`, if
-        they aren't computed in one forward pass.
     """
-    found = []
+    found, count = [], len(prompts[0].answer)
+    last = {"logits_to_keep": count} if "logits_to_keep" in argument_names(model) else {}
     size = max(1, BATCH_TOKENS // (len(prompts[0].prompt) + len(prompts[0].answer)))
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         answers = torch.tensor([each.answer for each in batch])
         rows = torch.tensor([each.row for each in batch]).to(model.device)
-        found.append((logits or _logits)(model, rows, answers.shape[1]).argmax(-1).cpu() == answers)
+        logits = model(input_ids=rows, **last).logits[:, -count:]  # [N, A, V]
+        found.append(logits.argmax(-1).cpu() == answers)
     return torch.cat(found)
-
-
-def _logits(model: PreTrainedModel, rows: Tensor, count: int) -> Tensor:
-    last = {"logits_to_keep": count} if "logits_to_keep" in argument_names(model) else {}
-    return model(input_ids=rows, **last).logits[:, -count:]  # type: ignore[no-any-return]
 
 
 def found(model: PreTrainedModel, prompts: Sequence[Passkey]) -> np.ndarray:

@@ -7,7 +7,7 @@ Shapes: W windows, L tokens in a window, T tokens of a document, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,6 @@ from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
 """Maximum number of tokens in a batch of windows. Logits are as wide as the vocabulary. A longer window is a separate batch."""
-CHUNK = 512
-"""Number of tokens whose logits are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,8 @@ class Perplexity:
 
 
 @torch.no_grad()
-def losses(
-    model: PreTrainedModel, ids: Tensor, window: int, of_rows: Callable[[PreTrainedModel, Tensor], Tensor] | None = None
-) -> Tensor:
-    """Negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`, from windows that overlap by half.
-
-    of_rows: a function of the model and rows `[W, L]`, which returns their losses `[W, L - 1]`, if they aren't computed in one
-        forward pass.
-    """
+def losses(model: PreTrainedModel, ids: Tensor, window: int) -> Tensor:
+    """Negative log-likelihoods, in nats, of tokens 1 … T - 1 of `[T]`, from windows that overlap by half."""
     if window < 2:
         raise ValueError(f"window={window} must be at least 2 tokens.")
     stride, found = window // 2, []
@@ -71,63 +63,11 @@ def losses(
     batches += [[start] for start in starts if start + window > len(ids)]
     for batch in batches:
         rows = torch.stack([ids[start : start + window] for start in batch]).to(model.device)  # [W, L]
-        each = (of_rows or _of_rows)(model, rows).cpu()
+        logits = model(input_ids=rows).logits[:, :-1].float()  # [W, L - 1, V]
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").cpu()
         # Tokens that the previous window has scored are skipped.
         found += [row if start == 0 else row[window - stride - 1 :] for start, row in zip(batch, each, strict=True)]
     return torch.cat(found)
-
-
-def _of_rows(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    logits = model(input_ids=rows).logits[:, :-1].float()  # [W, L - 1, V]
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
-
-
-@torch.no_grad()
-def of_states(head: torch.nn.Module, states: Tensor, ids: Tensor) -> Tensor:
-    """The losses of tokens `[T]` by the hidden states `[T, D]` that predict them.
-
-    Logits are computed for CHUNK tokens at a time, because they are as wide as the vocabulary.
-    """
-    chunks = zip(states.split(CHUNK), ids.split(CHUNK), strict=True)
-    return torch.cat([torch.nn.functional.cross_entropy(head(each).float(), own, reduction="none") for each, own in chunks])
-
-
-def mean_loss(model: PreTrainedModel, ids: Tensor, window: int) -> float:
-    """The mean negative log-likelihood of a document's tokens, in nats."""
-    return losses(model, ids, window).double().mean().item()
-
-
-@dataclass(frozen=True)
-class DocumentLosses:
-    """The mean negative log-likelihood of each document's tokens in nats, `[N]`, in windows of `window` tokens."""
-
-    window: int
-    values: np.ndarray
-
-
-def document_losses(
-    models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int]
-) -> dict[int, dict[str, DocumentLosses]]:
-    """Length -> model -> losses of the first max(lengths) tokens of each document."""
-    found = dict[tuple[str, int], DocumentLosses]()
-    limits = {name: supported_length(model) for name, (model, _) in models.items()}
-    windows = {(name, length): min(length, limits[name] or length) for length in lengths for name in models}
-    measured = sorted(
-        {(name, size) for (name, _), size in windows.items()}, key=lambda each: ([*models].index(each[0]), each[1])
-    )
-    with ProgressBar(total=len(measured) * len(documents), desc="perplexity") as bar:
-        for name, size in measured:
-            model, tokenizer = models[name]
-            model.eval()
-            read = read_ids(tokenizer, documents, max(lengths))
-            check_known(tokenizer, read)
-            check_ids(torch.cat(read), model.get_input_embeddings(), name)
-            values = []
-            for ids in read:
-                values.append(mean_loss(model, ids, size))
-                bar.update()
-            found[name, size] = DocumentLosses(size, np.asarray(values))
-    return {length: {name: found[name, windows[name, length]] for name in models} for length in lengths}
 
 
 def read_ids(tokenizer: Any, documents: Sequence[str], longest: int | None) -> list[Tensor]:
@@ -136,31 +76,35 @@ def read_ids(tokenizer: Any, documents: Sequence[str], longest: int | None) -> l
     return [torch.tensor(tokenizer(text, **options)["input_ids"], dtype=torch.long) for text in documents]
 
 
-def perplexity(losses: DocumentLosses) -> tuple[float, metrics.Interval]:
-    """The perplexity, with its 95% interval over documents."""
-    value, (low, high) = metrics.mean(losses.values, np.arange(len(losses.values)))
-    return math.exp(value), (math.exp(low), math.exp(high))
-
-
-def ratio(losses: DocumentLosses, others: DocumentLosses) -> tuple[float, metrics.Interval]:
-    """The ratio of two perplexities on the same documents, with its 95% interval."""
-    value, (low, high) = metrics.mean(losses.values - others.values, np.arange(len(losses.values)))
-    return math.exp(value), (math.exp(low), math.exp(high))
-
-
-def compared(found: dict[int, dict[str, DocumentLosses]], baseline: str) -> dict[int, dict[str, Perplexity]]:
-    """Length -> model -> perplexity, with its ratio to the baseline's."""
-    return {
-        length: {
-            name: Perplexity(*perplexity(own), *ratio(own, row[baseline]), own.window, len(own.values))
-            for name, own in row.items()
-        }
-        for length, row in found.items()
-    }
-
-
 def evaluate(
     models: dict[str, tuple[PreTrainedModel, Any]], documents: Sequence[str], lengths: Sequence[int], baseline: str
 ) -> dict[int, dict[str, Perplexity]]:
     """Length -> model -> perplexity on the first max(lengths) tokens of each document."""
-    return compared(document_losses(models, documents, lengths), baseline)
+    limits = {name: supported_length(model) for name, (model, _) in models.items()}
+    windows = {(name, length): min(length, limits[name] or length) for name in models for length in lengths}
+    sizes = {name: sorted({windows[name, length] for length in lengths}) for name in models}
+    found = dict[tuple[str, int], np.ndarray]()
+    with ProgressBar(total=sum(map(len, sizes.values())) * len(documents), desc="perplexity") as bar:
+        for name, (model, tokenizer) in models.items():
+            model.eval()
+            read = read_ids(tokenizer, documents, max(lengths))
+            check_known(tokenizer, read)
+            check_ids(torch.cat(read), model.get_input_embeddings(), name)
+            for size in sizes[name]:
+                values = []
+                for ids in read:
+                    values.append(losses(model, ids, size).double().mean().item())
+                    bar.update()
+                found[name, size] = np.asarray(values)
+
+    def row(name: str, length: int) -> Perplexity:
+        own, base = found[name, windows[name, length]], found[baseline, windows[baseline, length]]
+        return Perplexity(*_mean(own), *_mean(own - base), windows[name, length], len(own))
+
+    return {length: {name: row(name, length) for name in models} for length in lengths}
+
+
+def _mean(losses: np.ndarray) -> tuple[float, metrics.Interval]:
+    """The geometric mean of perplexities or of their ratios, with its interval over documents."""
+    value, (low, high) = metrics.mean(losses, np.arange(len(losses)))
+    return math.exp(value), (math.exp(low), math.exp(high))
