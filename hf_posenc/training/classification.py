@@ -40,34 +40,24 @@ class Labelled(Supervised):
     def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
         super().__init__(accelerator, arguments, tokenizer)
         check_columns(self.splits, {"--text_column": arguments.text_column, "--label_column": arguments.label_column})
-        self.ids = {label: i for i, label in enumerate(self._labels(accelerator))}
+        self.ids = {label: i for i, label in enumerate(self._labels())}
         self.pad = (DataCollatorForTokenClassification if self.of_words else DataCollatorWithPadding)(tokenizer)
 
-    def check(self, text: Any, label: Any, where: str) -> list[Any]:
-        """The labels of an example. Raises SystemExit if its text or label is invalid."""
-        if text is not None and not isinstance(text, str):
-            raise SystemExit(f"{where} has {text!r} in the column `{self.arguments.text_column}`, which must contain strings.")
-        if not text or not text.strip():
-            raise SystemExit(f"{where} has no text. Remove it.")
-        return [self.check_label(label, where)]
-
-    def check_label(self, label: Any, where: str) -> Any:
-        if label is None or label == "":
-            raise SystemExit(f"{where} has no label. Remove it.")
-        if not isinstance(label, (str, int)):
-            raise SystemExit(
-                f"{where} has {label!r} in the column `{self.arguments.label_column}`, which must contain strings or integers."
-            )
-        return label
-
-    def _labels(self, accelerator: Accelerator) -> list[Any]:
+    def _labels(self) -> list[Any]:
         """All labels of the training data, sorted.
 
         Raises SystemExit if there are fewer than two, or if the validation data contain another label.
         """
-        seen: dict[str, set[Any]] = {name: set() for name in self.splits}
-        for name, where, row in self.checked(accelerator):
-            seen[name].update(self.check(row[self.arguments.text_column], row[self.arguments.label_column], where))
+        column, seen = self.arguments.label_column, {name: set[Any]() for name in self.splits}
+        for name, split in self.splits.items():
+            for row in split.select_columns([column]):
+                for label in separated(row[column]) if self.of_words else [row[column]]:
+                    if not isinstance(label, (str, int)) or label == "":
+                        raise SystemExit(
+                            f"The {name} data have the label {label!r} in the column `{column}`, which must contain strings or "
+                            "integers."
+                        )
+                    seen[name].add(label)
         known = sorted(seen["train"], key=lambda label: (str(type(label)), label))
         if len(known) < 2:
             raise SystemExit(
@@ -158,16 +148,6 @@ class TokenClassification(Labelled):
         check_fast(tokenizer)
         super().__init__(accelerator, arguments, tokenizer)
 
-    def check(self, text: Any, label: Any, where: str) -> list[Any]:
-        words, labels = separated(text), separated(label)
-        if not all(isinstance(word, str) for word in words):
-            raise SystemExit(f"{where} has {text!r} in the column `{self.arguments.text_column}`, which must contain words.")
-        if not any(words):
-            raise SystemExit(f"{where} has no words. Remove it.")
-        if len(words) != len(labels):
-            raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels. Each word needs one label.")
-        return [self.check_label(each, where) for each in labels]
-
     def f1(self, expected: Labels, predicted: Labels) -> dict[str, float]:
         """Precision, recall, and F1 over entities. A label without a prefix such as B- is an entity of one word."""
         names = [self._shown(label) for label in self.ids]
@@ -189,6 +169,9 @@ def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
     columns: the columns of texts and labels.
     """
     texts, labels = (rows[column] for column in columns)
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{text!r} isn't a text.")
     whole, cut = tokenizer(texts, verbose=False).input_ids, Cut(tokenizer)
     return {
         "input_ids": [cut(each, length) for each in whole],
@@ -203,6 +186,8 @@ def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
     whole, cut = tokenizer([" ".join(each) for each in words], return_offsets_mapping=True, verbose=False), Cut(tokenizer)
     made: Row = {"input_ids": [], "length": [], "labels": []}
     for tokens, offsets, row_words, row_labels in zip(whole.input_ids, whole.offset_mapping, words, labels, strict=True):
+        if len(row_words) != len(row_labels):
+            raise ValueError(f"{row_words} are {len(row_words)} words and have {len(row_labels)} labels. Each word needs one.")
         wanted = [-100] * len(tokens)
         for token, label in zip(first_tokens(row_words, offsets), row_labels, strict=True):
             if token is not None:

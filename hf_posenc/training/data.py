@@ -183,12 +183,18 @@ def tokenized(
 
 
 def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], name: str) -> Any:
-    """The data with all columns replaced by those that the function returns for a batch. A stream is mapped on reading."""
+    """The data with all columns replaced by those that the function returns for a batch. A stream is mapped on reading.
+
+    Raises SystemExit if the function raises TypeError or ValueError.
+    """
     options: Row = {"batched": True, "remove_columns": list(next(iter(data)))}
     if isinstance(data, IterableDataset):
         return data.map(function, **options)
-    with accelerator.main_process_first():
-        return data.map(function, **options, desc=f"tokenizing {name}")
+    try:
+        with accelerator.main_process_first():
+            return data.map(function, **options, desc=f"tokenizing {name}")
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"The {name} data can't be tokenized: {error}") from None
 
 
 def check_known(data: Any, tokenizer: Any) -> None:

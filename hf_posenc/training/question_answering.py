@@ -36,8 +36,6 @@ class QuestionAnswering(Supervised):
         super().__init__(accelerator, arguments, tokenizer)
         for column in ("question", "context", "answers"):
             check_columns(self.splits, {"--help": column})
-        for _, where, row in self.checked(accelerator):
-            check(row, where)
         self.pad = DataCollatorWithPadding(tokenizer)
 
     def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
@@ -118,25 +116,12 @@ class QuestionAnswering(Supervised):
         return self.examples[number]["context"][begin:end]
 
 
-def check(row: Row, where: str) -> None:
-    """Raises SystemExit if the question, context, or answers of an example are invalid."""
-    question, context, answers = row["question"], row["context"], row["answers"]
-    if not all(isinstance(text, str) and text.strip() for text in (question, context)):
-        raise SystemExit(f"{where} has the question {question!r} and the context {context!r}. Both must be non-empty strings.")
-    texts, starts = (answers.get(key) if isinstance(answers, dict) else None for key in ("text", "answer_start"))
-    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise SystemExit(
-            f'{where} has the answers {answers!r}. Allowed is {{"text": […], "answer_start": […]}} with lists of equal length.'
-        )
-    for text, start in zip(texts, starts, strict=True):
-        if not (text and isinstance(text, str) and isinstance(start, int) and context.find(text, start) == start):
-            raise SystemExit(
-                f"{where} has the answer {text!r}, which isn't at character {start} of the context. Correct its start."
-            )
-
-
 def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> Row:
     """Questions, truncated to `asked` tokens, with pieces of their contexts that overlap by `stride` tokens."""
+    for context, answers in zip(rows["context"], rows["answers"], strict=True):
+        for text, start in zip(answers["text"], answers["answer_start"], strict=True):
+            if not text or start < 0 or context[start : start + len(text)] != text:
+                raise ValueError(f"The answer {text!r} isn't at character {start} of the context {context!r}.")
     questions = tokenizer(rows["question"], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
     ends = [max((end for _, end in offsets[:asked]), default=0) for offsets in questions.offset_mapping]
     pairs = tokenizer(

@@ -1,18 +1,17 @@
 """The base class of the tasks of finetune.py."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
 
-from hf_posenc.progress import ProgressBar
 from hf_posenc.training.data import Row, check_known, load_splits, mapped
 from hf_posenc.training.task import Task
 
 
 class Supervised(Task):
-    """A task with its own head. The constructor checks the examples."""
+    """A task with its own head. The constructor checks the columns."""
 
     kind: Any
     """The Auto class of the model."""
@@ -23,13 +22,6 @@ class Supervised(Task):
     def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
         self.arguments, self.tokenizer = arguments, tokenizer
         self.splits = load_splits(accelerator, arguments)
-
-    def checked(self, accelerator: Accelerator) -> Iterator[tuple[str, str, Row]]:
-        """All examples as (name of the split, place of the example for errors, example)."""
-        for name, split in self.splits.items():
-            bar = ProgressBar(split, desc=f"reading the {name} rows", leave=False, disable=not accelerator.is_main_process)
-            for number, row in enumerate(bar, start=1):
-                yield name, f"Row {number} of the {name} data", row
 
     def adapt(self, config: Any) -> None:
         """Adapt the model's config to the examples."""
