@@ -23,7 +23,6 @@ from hf_posenc.encodings import (
     encoding_class,
     options_of,
     overridden,
-    refuse_oversized,
     short_repr,
 )
 
@@ -150,7 +149,6 @@ def plans_of(config: Any, submodel: str | None = None) -> tuple[StackPlan, ...]:
     given = getattr(config, PLAN, None)
     if given is not None and not isinstance(given, list):
         raise ValueError(f"position_plan={short_repr(given)} isn't valid. It must be a list, as written by patch, or None.")
-    refuse_oversized(given)
     plans = map(StackPlan.parse, given or ())
     return tuple(plan for plan in plans if submodel is None or plan.submodel in (None, submodel))
 
@@ -333,7 +331,6 @@ class PositionSpec:
 
         Raises ValueError for anything malformed and for a config that names a file.
         """
-        refuse_oversized(given)
         placement = {key: given[key] for key in PLACEMENT if key in given} if isinstance(given, dict) else {}
         if isinstance(given, dict):
             given = {key: value for key, value in given.items() if key not in PLACEMENT}

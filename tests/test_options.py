@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import functools
 import json
 import math
 import pickle
@@ -14,16 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 import torch
 from packaging.requirements import Requirement
-from transformers import GenerationMixin, PreTrainedModel
 
 import hf_posenc
 from conftest import ROOT, run_python
-from hf_posenc import _compat, _versions
-from hf_posenc.architectures.components import PositionComponent
+from hf_posenc import _versions
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, GreaterThan, PositionEncoding, build, canonical, encoding_class, list_encodings
-from hf_posenc.serialization.user_code import flat
-from models import ENCODINGS, stock
+from models import ENCODINGS
 from oracles import make
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
@@ -612,19 +608,6 @@ def test_title_and_paper():
     assert "own" not in PositionEncoding.registered
 
 
-def test_options_and_modules_by_part():
-    alibi, both = encoding_class("alibi"), encoding_class("none+relative_key")
-    assert alibi.component_classes() == {"alibi": alibi} and list(both.component_classes()) == ["none", "shaw"]
-    assert alibi.by_part({"layers": [1]}) == {"alibi": {"layers": [1]}}  # nothing is checked yet
-    given = {"relative_key": {"layers": [1]}, "shaw__max_distance": 3, "none__layers": [0]}
-    assert both.by_part(given) == {"none": {"layers": [0]}, "shaw": {"layers": [1], "max_distance": 3}}
-    module = build(canonical("none+shaw"), GEOMETRY)
-    assert module.named_parts() == {"none": module.none, "shaw": module.shaw}
-    assert module.shaw.named_parts() == {"shaw": module.shaw}
-    assert list(both.for_stack(GEOMETRY).named_parts()) == ["none"]
-    assert both.component_classes()["shaw"].for_stack(GEOMETRY).named_parts() == {}
-
-
 def test_names_of_two_words():
     for name in ("two_words", "two-words", "words_2d", "A1"):
         define(f"class Own{name.replace('-', 'x')}(PositionEncoding, type={name!r}): ...")
@@ -670,15 +653,6 @@ def test_versions_in_range(monkeypatch):
         _versions.check()
 
 
-def test_versions_that_lack_modules(monkeypatch):
-    """The package raises an error. Code in checkpoints warns, and then continues."""
-    install(monkeypatch, transformers="4.57.6")
-    with pytest.raises(ImportError, match='4.57.6 is installed, which lacks .*pip install "transformers>=5.15"'):
-        _versions.check()
-    with pytest.warns(UserWarning, match="4.57.6 is installed. Known to fail"):
-        _versions.warn()
-
-
 # The design rules of the code.
 
 ORDER = [
@@ -703,20 +677,12 @@ ORDER = [
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 ENCODING_MODULES = [path for path in MODULES if path.parent.name == "encodings"]
-PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
-"""Programs that aren't installed."""
 
 
-@functools.cache
-def nodes_of(path):
-    return [*ast.walk(ast.parse(path.read_text("utf-8")))]
-
-
-@functools.cache
 def imported(path):
     """All imports of a file, at any level: `import a.b` -> a.b, `from a import b` -> a.b."""
     names = set()
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -727,44 +693,6 @@ def imported(path):
 
 def ours(path):
     return {name for name in imported(path) if name.partition(".")[0] == "hf_posenc"}
-
-
-DOCUMENTED = {
-    *("_modules", "_buffers", "_parameters", "_apply"),
-    *("_attn_implementation", "_from_config", "_upcast_and_reordered_attn", "_replace"),
-}
-"""Public in practice: the state of `nn.Module`, attributes shared by Transformers models, GPT-2's attention, and a NamedTuple
-method.
-"""
-
-
-def privates(path):
-    """The private attributes in a file that belong to other packages: no class or function of hf_posenc has their name."""
-    for node in nodes_of(path):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
-            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
-
-
-def test_private_apis_are_used_in_compat_only():
-    own = set()
-    for node in (node for path in MODULES for node in nodes_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.Name):
-            own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            own.add(node.attr)
-    found = {
-        f"{path.relative_to(PACKAGE)}: {name}"
-        for path in MODULES
-        if path.name != "_compat.py"
-        for name in privates(path)
-        if re.fullmatch(r"_(?!_|posenc_)\w+", name) and name not in own | DOCUMENTED
-    }
-    assert not found
-    assert all(callable(getattr(PreTrainedModel, name, None) or getattr(GenerationMixin, name)) for name in _compat.OVERRIDDEN)
 
 
 def rank(module):
@@ -807,73 +735,6 @@ def test_import_order_of_encodings():
             assert others <= set(FOUNDATION[: FOUNDATION.index(own)]), path.name
         elif own != "__init__":
             assert not others & {"composition", "registry"}, path.name
-
-
-def test_modules_bear_names_of_their_own():
-    """No module has the name of a public function, which would hide it, or of a standard library module."""
-    names = {path.stem for path in MODULES if path.parent == PACKAGE} | {"encodings"}
-    assert not names & ({*hf_posenc.__all__, "utils"} | sys.stdlib_module_names - {"encodings"})
-
-
-def test_copies_of_modules_have_files_of_their_own():
-    """The copies of modules saved with a model are in one directory, whatever their package is."""
-    names = [".".join(("hf_posenc", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in MODULES]
-    copies = [flat(name).casefold() for name in names if not name.endswith("__init__")]
-    assert {name for name in copies if copies.count(name) > 1} == set()
-
-
-MEASURING = {"compare", "diagnostics", "evaluation", "explorer", "plots", "progress", "serialization", "studies", "training"}
-"""Modules that programs and commands share. They don't depend on how models are patched."""
-
-
-BESIDE = {"scripts": {"benchmarks", "experiments"}, "benchmarks": set(), "experiments": set(), "tools": {"benchmarks"}}
-"""A directory of programs -> the others that it imports from. The package imports from none."""
-
-
-def test_import_order_of_programs():
-    """Only the commands of experiments use them, so experiments may break. Scripts contain no functions: their code can be
-    imported, and run as a module.
-    """
-    for path in (*MODULES, *PROGRAMS):
-        folder = path.relative_to(ROOT).parts[0]
-        others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
-        assert others <= {folder, *BESIDE.get(folder, ())} - {"hf_posenc"}, path
-    for path in (ROOT / "scripts").glob("*.py"):
-        top = ast.parse(path.read_text()).body
-        assert not [node for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)], path
-
-
-def test_programs_use_the_public_api_alone():
-    for path in PROGRAMS:
-        used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
-        for node in nodes_of(path):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
-                used.add(node.attr)
-        used = {name for name in used if name.partition(".")[0] not in MEASURING}
-        assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
-
-
-def test_tokenizers_are_loaded_in_one_place():
-    """Without a vocabulary, Transformers builds an empty tokenizer. `tokenizer_files` rejects it."""
-    for path in (*MODULES, *PROGRAMS):
-        calls = (node.func for node in nodes_of(path) if isinstance(node, ast.Call))
-        loaded = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "from_pretrained"]
-        names = {ast.unparse(call.value) for call in loaded if re.search(r"Tokenizer|Processor", ast.unparse(call.value))}
-        assert not names or path.name == "tokenizer_files.py", (path, names)
-
-
-def test_programs_print_on_any_terminal():
-    """Otherwise, printing a table at the end of a long run can raise UnicodeEncodeError."""
-    for path in PROGRAMS:
-        if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
-            # A page, a program for other versions of Transformers, and one whose workers import nothing of hf_posenc.
-            exempt = {"app.py", "v4_worker.py", "mutate.py"}
-            assert path.name in exempt or '"__main__":\n    terminals.set_up()\n' in text, path
-
-
-def test_progress_bars_are_those_of_one_module():
-    for path in (*MODULES, *PROGRAMS):
-        assert path.name == "progress.py" or not any(name.startswith("tqdm") for name in imported(path)), path
 
 
 def test_public_names():
@@ -920,21 +781,3 @@ print(module.type, type(module).__qualname__, module.t5.num_buckets)
         fresh=True,
     )
     assert said.split() == ["learned+shaw+t5", "learned+shaw+t5", "8"]
-
-
-def test_a_kind_of_source_is_one_file(monkeypatch):
-    """Each kind is in one file, and no other module names it. For example, without rotary.py, rotary models are unsupported,
-    and nothing else changes.
-    """
-    names = {kind.__name__ for kind in PositionComponent.kinds}
-    for path in (*MODULES, PACKAGE / "__init__.py"):
-        if path.parent.name not in ("components", "cli"):  # the CLI's tables are those of rich
-            used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes_of(path)}
-            assert not names & used, path.name
-    kinds = [kind for kind in PositionComponent.kinds if kind.__name__ != "RotaryEmbedding"]
-    assert len(kinds) == len(PositionComponent.kinds) - 1
-    monkeypatch.setattr(PositionComponent, "kinds", kinds)
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="rotary_emb") as refused:
-        hf_posenc.patch(stock("llama"), "alibi")
-    assert refused.value.reason == "unsupported positional component"
-    hf_posenc.patch(stock("bert"), "alibi")

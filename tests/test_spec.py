@@ -121,16 +121,6 @@ def test_malformed():
                 hf_posenc.PosEncBertConfig(position_encoding=given)
 
 
-def test_huge_values_are_refused_quickly():
-    deep = {"type": "alibi"}
-    for _ in range(500):
-        deep = {"type": "alibi", "original": deep}
-    for given in ({"type": "alibi", "original": "x" * 10**7}, {"type": "alibi", "layers": list(range(10**6))}, deep):
-        with pytest.raises(ValueError) as error:
-            PositionSpec.parse(given)
-        assert len(str(error.value)) < 1000
-
-
 def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_hubs_cache):
     """A directory can have a name like a repo id, and may be missing when the model is patched."""
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,6 @@ from hf_posenc.encodings.options import (
     did_you_mean,
     parse_value,
     quoted,
-    refuse_oversized,
     short_repr,
 )
 from hf_posenc.encodings.registry import (
@@ -82,7 +81,6 @@ __all__ = [
     "portable",
     "positions_of",
     "initialize_missing",
-    "refuse_oversized",
     "short_repr",
     "without_values",
     "parse_value",

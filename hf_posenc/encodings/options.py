@@ -5,7 +5,6 @@ import difflib
 import json
 import math
 import os
-import re
 import reprlib
 import types
 from collections.abc import Iterable, Iterator
@@ -18,8 +17,6 @@ MAX_INTEGER = 2**24
 """Maximum absolute value of an integer option, a length, or a width: 16 million positions."""
 MAX_VALUES = 2**30
 """Maximum elements of an encoding per encoder or decoder, and of the original position embeddings: 4 GiB in float32."""
-MAX_ENTRIES, MAX_DEPTH = 2**16, 8
-"""Maximum number of characters and values in `position_encoding`, and maximum depth of its nesting."""
 
 
 _ALLOWED: ContextVar[float] = ContextVar("_ALLOWED", default=math.inf)
@@ -161,31 +158,6 @@ def check_size(what: str, values: int) -> None:
             f"{what} would take {values} values of memory, but at most {limit} are allowed. Choose smaller options or a "
             "smaller max_length. If you downloaded the checkpoint, check who created it."
         )
-
-
-def refuse_oversized(given: Any) -> None:
-    """Raises ValueError if a `position_encoding` exceeds MAX_ENTRIES or MAX_DEPTH, or has keys that aren't strings or text
-    that isn't valid Unicode. A value that contains itself exceeds MAX_DEPTH."""
-    level, entries = [given], 0
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                if odd := [key for key in value if not isinstance(key, str)]:
-                    raise ValueError(f"{short_repr(odd[0])} can't be a key in position_encoding. Keys must be strings.")
-                below += [*value, *value.values()]
-            elif isinstance(value, (list, tuple)):
-                below += value
-            entries += 1
-            if isinstance(value, str):
-                entries += len(value)
-                if re.search("[\ud800-\udfff]", value):
-                    raise ValueError(f"{short_repr(value)} in position_encoding isn't valid Unicode: it has a lone surrogate.")
-            if entries + len(below) > MAX_ENTRIES:
-                raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters. Use a smaller config.")
-        level = below
-    if level:
-        raise ValueError(f"position_encoding is nested deeper than {MAX_DEPTH} levels. Use fewer levels.")
 
 
 class _Short(reprlib.Repr):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.options import as_paths, did_you_mean, has_paths, has_strings, quoted, refuse_oversized, short_repr
+from hf_posenc.encodings.options import as_paths, did_you_mean, has_paths, has_strings, quoted, short_repr
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -60,7 +60,6 @@ def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = Fals
 
     Raises ValueError for anything else, for unknown names, and for options that the encoding doesn't have.
     """
-    refuse_oversized(encoding)
     if isinstance(encoding, str):
         encoding = {"type": encoding}
     if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
