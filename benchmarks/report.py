@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
-from hf_posenc import plots
 from hf_posenc.evaluation import records
-from hf_posenc.plots.speed_records import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
@@ -273,6 +272,6 @@ def both(by_device: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the figure of hf_posenc.plots.bench if the results contain any group that it shows."""
-    if groups_by_panel(results):
-        plots.bench(results, path=path)
+    """Draw the figure of benchmarks.figures.bench if the results contain any group that it shows."""
+    if figures.groups_by_panel(results):
+        figures.bench(results, path=path)

@@ -25,12 +25,12 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from experiments import eval_results
+from experiments.retrieval_by_length import BAG, cases
 from experiments.stdlib_retrieval import bag_of_words, embedded
 from hf_posenc.diagnostics.figures import LIGHT
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, lexical_similarity, strategies
-from hf_posenc.evaluation.retrieval_by_length import BAG, cases
 from hf_posenc.evaluation.stdlib_corpus import Module, split
 from hf_posenc.serialization.atomic import atomic_file, replaced, write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer

@@ -29,14 +29,13 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
-from experiments import eval_results, stdlib_retrieval
+from experiments import eval_results, length_figures, stdlib_retrieval
 from experiments.data import pages
 from experiments.length_tables import tables
-from hf_posenc import plots
+from experiments.needles import BOUNDARY, NAMES, OBJECTS, chance
+from experiments.retrieval_by_length import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from hf_posenc.evaluation import perplexity, records, retrieval, terminals
-from hf_posenc.evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from hf_posenc.evaluation.retrieval import Embedder
-from hf_posenc.evaluation.retrieval_by_length import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from hf_posenc.evaluation.stdlib_corpus import EVALUATION_MODULES
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -206,9 +205,9 @@ def main() -> None:
     written = records.read(arguments.output_dir / "length.json")
     for name, path in paths.items() if arguments.add_to_models else ():
         records.add(Path(path), eval_results.of_lengths(written, name))
-    plots.lengths(written, path=arguments.output_dir / "length.png")
+    length_figures.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
-        plots.needle(written, path=arguments.output_dir / "needle.png")
+        length_figures.needle(written, path=arguments.output_dir / "needle.png")
     with atomic_file(arguments.output_dir / "length.txt") as file:
         for each in (console, Console(file=file, width=170)):
             for table in tables(found, perplexities, settings):

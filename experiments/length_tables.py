@@ -4,10 +4,10 @@ from typing import Any
 
 import rich.table
 
+from experiments.needles import chance
+from experiments.retrieval_by_length import METRICS, Found
 from hf_posenc.evaluation.metrics import UNCORRECTED
-from hf_posenc.evaluation.needles import chance
 from hf_posenc.evaluation.perplexity import Perplexity
-from hf_posenc.evaluation.retrieval_by_length import METRICS, Found
 
 TITLES = {
     "title": "a title finds its document, one of {documents}: MRR",

@@ -13,9 +13,9 @@ from transformers import BertTokenizer
 
 import hf_posenc
 from conftest import LETTERS, ROOT
-from experiments import eval_length, eval_results
+from experiments import eval_length, eval_results, needles, retrieval_by_length
 from experiments import stdlib_retrieval as stdlib
-from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
+from hf_posenc.evaluation import perplexity, records, stdlib_corpus
 from hf_posenc.evaluation.metrics import Ranks
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut
 from hf_posenc.hub.eval_results import checked_evaluation

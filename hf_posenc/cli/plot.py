@@ -32,7 +32,7 @@ kinds = typer.Typer(
     cls=Figures,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Plot encodings, models, and benchmark records.\n\n"
+    help="Plot encodings, models, and records of studies.\n\n"
     "Example:\n[bold]hf-posenc plot vectors sinusoidal --output vectors.png[/]",
 )
 app.add_typer(kinds, name="plot")

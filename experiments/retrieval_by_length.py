@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from experiments.needles import BOUNDARY, grid, seen
 from hf_posenc.evaluation.cloze_queries import Question, cloze_query, plain, sentence_spans
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score, joined, paired, ranked, score
-from hf_posenc.evaluation.needles import BOUNDARY, grid, seen
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, lexical_similarity, strategies
 from hf_posenc.progress import ProgressBar
 

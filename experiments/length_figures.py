@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.needles import BOUNDARY
 from hf_posenc.diagnostics.figures import NORMAL, SMALL, WIDTH, Sheet, error_bars
-from hf_posenc.diagnostics.registry import Dark, Path, figure
-from hf_posenc.evaluation.needles import BOUNDARY
+from hf_posenc.diagnostics.registry import Dark, Path
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric in its figures."""
@@ -23,7 +23,6 @@ APART = 1.05
 """Horizontal offset between lines of the lower panels, as a factor, so that their error bars don't overlap."""
 
 
-@figure("record", example="scripts/results/length-linux-doc-6.1.json")
 def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how well models do by length, as measured by scripts/eval_length.py.
 
@@ -80,7 +79,6 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
     return sheet.finish()
 
 
-@figure("record", example="scripts/results/needle.json")
 def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how often a fact was found, by length and depth, as measured by scripts/eval_length.py.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.diagnostics.figures import MARKERS, NORMAL, WIDTH, Sheet, error_bars, panels
-from hf_posenc.diagnostics.registry import Dark, Path, figure
+from hf_posenc.diagnostics.registry import Dark, Path
 
 STOCK, NONE = "stock", "none"
 KINDS = {
@@ -15,7 +15,6 @@ KINDS = {
 """Kinds of groups that have a panel for each dtype."""
 
 
-@figure("record", example="scripts/results/bench.json")
 def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw throughput compared with the stock model, as measured by scripts/bench.py.
 
