@@ -263,6 +263,53 @@ def test_a_config_saved_alone_carries_the_code(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "config").position_encoding["type"] == "alibi"
 
 
+def test_a_config_carries_the_same_code_whatever_is_imported(tmp_path):
+    for name in ("bert", "t5"):
+        patched(name, "relative").save_pretrained(tmp_path / name / "model")
+    hf_posenc.patch(tiny("CLIPModel"), "alibi", submodel="text_model").save_pretrained(tmp_path / "clip" / "model")
+    code = """if True:
+        import sys
+        from pathlib import Path
+        import hf_posenc
+        from transformers import AutoConfig
+        for folder in Path(sys.argv[1]).iterdir():
+            AutoConfig.from_pretrained(folder / "model").save_pretrained(folder / "config")
+    """
+    run_python(code, tmp_path, fresh=True)
+    for folder in tmp_path.iterdir():
+        model, config = ({path.name for path in (folder / name).glob("*.py")} for name in ("model", "config"))
+        assert model == config, folder.name
+
+
+OWN_COMPONENT = """
+from torch import nn
+
+from hf_posenc.architectures.components.position_tables import PositionTable
+
+
+class OwnTable(PositionTable):
+    @classmethod
+    def claims(cls, module):
+        return isinstance(module, nn.Embedding) and module.num_embeddings == 31
+
+    @classmethod
+    def find(cls, stack, modules):
+        return (cls(path, module) for path, module in modules.items() if cls.claims(module))
+"""
+
+
+def test_a_custom_component_is_saved_and_can_be_defined_again(tmp_path, monkeypatch):
+    from hf_posenc.architectures.components import PositionComponent
+
+    monkeypatch.setattr(PositionComponent, "kinds", [*PositionComponent.kinds])
+    (tmp_path / "own_component.py").write_text(OWN_COMPONENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.reload(importlib.import_module("own_component"))
+    model = patched("bert", "alibi", max_position_embeddings=31)
+    seen = seen_without_the_package(tmp_path / "saved", {"own": (model, padded())})
+    assert_equal_everywhere(seen)
+
+
 def test_an_unpatched_model_carries_nothing(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path / "patched")
     model = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / "patched"))

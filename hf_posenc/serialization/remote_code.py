@@ -18,9 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_posenc._versions import INSTALL
-from hf_posenc.configuration import plans_of
+from hf_posenc.architectures.components import PositionComponent
+from hf_posenc.configuration import part_names, plans_of
 from hf_posenc.encodings import Geometry
 from hf_posenc.progress import DELAY, ProgressBar
 from hf_posenc.serialization.copies import ENTRY
@@ -28,8 +30,6 @@ from hf_posenc.serialization.import_check import refusal
 from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 logger = logging.getLogger(__name__)
-COMPONENTS = f"{PACKAGE}.architectures.components."
-"""The prefix of the names of modules with positional components."""
 
 
 def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
@@ -43,7 +43,8 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     classes = [cls for cls, _ in encodings]
     users = [cls for cls in classes if not is_ours(cls.__module__)]
     code = UserCode()
-    for cls in users:
+    kinds = _kinds(config)
+    for cls in (*users, *(kind for kind in kinds if not is_ours(kind.__module__))):
         code.add_class(cls)
     ours = [cls.__module__ for cls in classes if cls not in users]
     if len(classes) > 1:
@@ -102,24 +103,29 @@ def _planned(config: Any) -> list[str]:
     They support positional components, custom attention code, calibration, windows, and stacks that create their own tokens.
     """
     plans = plans_of(config)
-    kinds = {kind for plan in plans for kind, _ in plan.components}
-    components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
-    needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
+    needed = {kind.__module__ for kind in _kinds(config) if is_ours(kind.__module__)}
     needed |= {f"{PACKAGE}.attention.known_models"} if any(plan.custom_attentions for plan in plans) else set()
-    needed |= set() if all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
+    needed |= set() if all(_reads_tokens(plan.stack, config) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
     specs = config.position_spec.by_submodel.values() if plans else ()
     needed |= {f"{PACKAGE}.architectures.contributions"} if any(each.calibration for each in specs) else set()
     needed |= {f"{PACKAGE}.modeling.windows"} if any(each.windows for each in specs) else set()
     return sorted(needed)
 
 
-def _reads_tokens(stack: str) -> bool:
-    """Whether the main input of a Transformers class is token IDs. False for an unknown class."""
-    modules = (
-        module for name, module in sys.modules.items() if name.startswith("transformers.models.") and ".modeling_" in name
-    )
-    cls = next((found for module in modules if (found := vars(module).get(stack)) is not None), None)
-    return cls is not None and cls.main_input_name == "input_ids" and "input_ids" in inspect.signature(cls.forward).parameters
+def _kinds(config: Any) -> list[type[PositionComponent]]:
+    """The kinds of positional components in the config's plans."""
+    names = {name for plan in plans_of(config) for name, _ in plan.components}
+    return [kind for kind in PositionComponent.kinds if kind.__name__ in names]
+
+
+def _reads_tokens(stack: str, config: Any) -> bool:
+    """Whether the main input of a Transformers class, built from this config or one of its sub-configs, is token IDs."""
+    origin = getattr(config, "original_class", type(config)).__module__
+    cls = getattr(importlib.import_module(origin.replace(".configuration_", ".modeling_")), stack, None)
+    if cls is None:
+        parts = (getattr(config, name, None) for name in part_names(config))
+        return any(_reads_tokens(stack, part) for part in parts if isinstance(part, PreTrainedConfig))
+    return cls.main_input_name == "input_ids" and "input_ids" in inspect.signature(cls.forward).parameters
 
 
 def _geometry(cls: Any, config: Any) -> Geometry:

@@ -17,6 +17,8 @@ from types import CodeType
 
 PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # in a copy: its directory
 ENCODINGS = f"{PACKAGE}.encodings"
+CARRIED = (f"{ENCODINGS}.", f"{PACKAGE}.architectures.components.")
+"""The prefixes of hf-posenc modules that users' files can import."""
 PACKAGE_COPY = "posenc_package"
 """The name of the module that replaces the package itself."""
 
@@ -150,8 +152,8 @@ class UserCode:
         )
 
     def _ours(self, module: str) -> str:
-        """The copy from which an hf-posenc module is imported. Outside encodings/, it is that of the whole package."""
-        if module != ENCODINGS and not (module.startswith(f"{ENCODINGS}.") and file_of(module)):
+        """The copy from which an hf-posenc module is imported. Elsewhere than in CARRIED, it is that of the whole package."""
+        if module != ENCODINGS and not (module.startswith(CARRIED) and file_of(module)):
             module = PACKAGE
         self.ours.add(module)
         return flat(module)

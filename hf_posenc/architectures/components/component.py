@@ -52,7 +52,8 @@ class PositionComponent(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        PositionComponent.kinds.append(cls)
+        # A notebook cell that runs again defines its class again.
+        PositionComponent.kinds[:] = [*(kind for kind in PositionComponent.kinds if kind.__name__ != cls.__name__), cls]
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
