@@ -11,7 +11,7 @@ from transformers import AutoModel, EncoderDecoderModel
 
 import hf_posenc
 from closeness import assert_equal
-from models import ALL_WAYS, HOSTS, LENGTH, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tokens
+from models import ALL_WAYS, HOSTS, LENGTH, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tiny, tokens
 
 every_host = pytest.mark.parametrize("host", HOSTS)
 
@@ -24,6 +24,17 @@ def test_threads_start_alike_and_leave_torch_as_it_was():
     for each in patched:
         assert_equal(each.state_dict(), expected)
     assert torch.linspace is function and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("host", ["dinov3", "llama", "modernbert", "EomtDinov3ForUniversalSegmentation"])
+def test_a_model_on_another_device_than_the_default(host):
+    """Positions are found with inputs on the model's device."""
+    model = tiny(host) if host.startswith("Eomt") else stock(host)
+    expected = hf_posenc.patch(model, "alibi")
+    with torch.device("meta"):
+        patched = hf_posenc.patch(model, "alibi")
+    assert_equal(patched.state_dict(), expected.state_dict())
+    assert {tensor.device for tensor in (*patched.parameters(), *patched.buffers())} == {torch.device("cpu")}
 
 
 def test_resized_and_dropped_out_models_carry_over():

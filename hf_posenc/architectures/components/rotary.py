@@ -13,6 +13,8 @@ from hf_posenc.architectures.components.component import PositionComponent, Unsu
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import BoundCall, argument_names
 
+OTHER_FORMAT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""The errors of a module that expects other inputs or returns other outputs than a probe."""
 CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
 
 
@@ -87,13 +89,13 @@ class AxialRotaryEmbedding(PositionComponent):
             return True
         training = module.training
         try:
-            image = torch.zeros(1, getattr(config, "num_channels", 3), *torch.Size([8 * module.config.patch_size] * 2))
-            cos, sin = module.eval()(image)
-        except Exception:  # a module with another format may raise anything
+            sides = torch.Size([8 * module.config.patch_size] * 2)
+            cos, sin = module.eval()(torch.zeros(1, getattr(config, "num_channels", 3), *sides, device=_device(module)))
+        except OTHER_FORMAT:
             return False
         finally:
             module.train(training)
-        on_circle = torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-4)
+        on_circle = bool((cos**2 + sin**2 - 1).abs().max() < 1e-4)
         return on_circle and bool(sin.sum(0).abs().max() < 1e-2) and bool((cos - sin).abs().max() > 1e-2)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
@@ -128,18 +130,23 @@ def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _turns(module: Any, axes: int, arguments: dict[str, Any]) -> bool:
+    states = torch.zeros(1, 1, 1, device=_device(module))
     with torch.no_grad():
         try:
             here, there = (
-                _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position] * axes]), **arguments))
+                _tensors(module(states, position_ids=states.new_full((1, axes), position, dtype=torch.long), **arguments))
                 for position in (0, 1)
             )
-        except Exception:  # a module with another format may raise anything
+        except OTHER_FORMAT:
             return False
     kinds = {complex(value.sgn().flatten()[0]) if value.numel() else None for value in here}
     rotates = all(value.sgn().eq(value.sgn().flatten()[0]).all() for value in here if value.numel())
     pairs = kinds == {0j, 1 + 0j} or (kinds == {1 + 0j} and all(value.is_complex() for value in here))
     return rotates and pairs and any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def _device(module: nn.Module) -> torch.device | None:
+    return next((tensor.device for tensor in (*module.buffers(), *module.parameters())), None)
 
 
 def _tensors(answer: Any) -> list[Tensor]:
