@@ -201,8 +201,7 @@ def _report(model: PreTrainedModel) -> Report:
 
 def _patched_report(model: PreTrainedModel, stacks: Mapping[str, Any]) -> Report:
     """The report on the patched stacks of a model, or of one of its submodels, by path."""
-    stack = next(iter(stacks.values()))
-    spec = stack.config.position_spec
+    spec = next(iter(stacks.values())).config.position_spec
     where = {name: there for name in spec.where if (there := spec.encoding_for(name)) is not None}
     verbs = dict.fromkeys(verb for each in spec.all_encodings for verb in each.encoding.mechanisms(each.options))
     return Report(
@@ -217,7 +216,7 @@ def _patched_report(model: PreTrainedModel, stacks: Mapping[str, Any]) -> Report
             )
             for verb in verbs
         },
-        max_length=longest_input(stack),
+        max_length=min((length for stack in stacks.values() if (length := longest_input(stack))), default=None),
         can_unpatch=bool(spec.original and spec.original.kept),
         ignored=_ignored(model),
         layers=_layers_in(stacks.values(), next((name for name in where if name not in spec.others), ""), spec),

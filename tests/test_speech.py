@@ -7,7 +7,7 @@ from transformers import set_seed
 import hf_posenc
 import models
 from closeness import assert_apart, assert_close, assert_equal
-from models import AUDIO_HOSTS, WAVE, first, randomize_encoding, sensed, tiny
+from models import AUDIO_HOSTS, WAVE, first, randomize_encoding, sensed, tiny, tokens
 from oracles import sinusoids
 from tools.hosts.tiny import build, randomized
 
@@ -312,6 +312,22 @@ def test_patches_of_a_series():
         hook = model.position_emb.register_forward_hook(lambda module, args, output, vectors=vectors: vectors)
         assert_close(first(new(**inputs)), first(model(**inputs)))
         hook.remove()
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "learned", "rope"])
+@torch.no_grad()
+def test_max_length_of_a_model_that_hears_is_that_of_its_decoder(encoding, tmp_path):
+    """Whisper's encoder always reads 30 seconds, here 24 frames after its convolutions."""
+    new = hf_posenc.patch(tiny("WhisperModel"), encoding, max_length=9)
+    assert hf_posenc.inspect(new).max_length == 9
+    new.save_pretrained(tmp_path)
+    features = torch.randn(2, new.config.num_mel_bins, 48, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_features": features, "decoder_input_ids": tokens(2, 9)}
+    assert_equal(first(type(new).from_pretrained(tmp_path)(**inputs)), first(new(**inputs)))
+    with pytest.raises(ValueError, match="max_length=9"):
+        new(features, decoder_input_ids=tokens(2, 10))
+    longer = hf_posenc.patch(tiny("WhisperModel"), encoding, max_length=40)
+    assert first(longer(features, decoder_input_ids=tokens(2, 40))).shape[1] == 40
 
 
 @torch.no_grad()

@@ -34,6 +34,10 @@ def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | 
     if own is not None and structure.role == "decoder":
         own = replace(own, windows=None)
     geometry = structure.geometry(spec.max_length if own is None else own.pass_length, spec.inject)
+    hears = structure.tokens is None and structure.stack.config.is_encoder_decoder and spec.where != ("encoder",)
+    if geometry.max_length and hears:
+        # max_length is that of the decoder's tokens. The encoder of Whisper always reads 30 seconds.
+        geometry = replace(geometry, max_length=max(geometry.max_length, structure.usable_length or 0))
     if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
         geometry = replace(geometry, max_length=structure.usable_length)
     if own is not None and geometry.max_length is None:
