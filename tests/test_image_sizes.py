@@ -203,6 +203,9 @@ def test_a_table_of_another_length():
     patched = hf_posenc.patch(stock("vit"), "learned", max_length=PATCHES + 4)
     with pytest.raises(ValueError, match="20 positions.* 16 patches"):
         hf_posenc.extend(patched, image_size=BIGGER)
+    for method in ("linear", "dynamic"):
+        with pytest.raises(ValueError, match="image_size"):
+            hf_posenc.extend(patched, 36, method)
     with pytest.raises(ValueError, match="one stack, and no submodel"):
         hf_posenc.extend(patched, image_size=BIGGER, submodel="vit")
     clip = hf_posenc.patch(tiny("CLIPModel"), "alibi", submodel="vision_model")

@@ -245,6 +245,11 @@ def _extended_model(
     geometry = stack.posenc.geometry
     if max_length is not None and (method == WINDOWS or (spec.windows is not None and method is None)):
         return _in_windows(model, spec, max_length, method, settings)
+    if method is not None and any(plan.patch_projection for plan in specs.plans_of(model.config, spec.submodel)):
+        raise ValueError(
+            f"method={method!r} extends a sequence, but {type(model).__name__} reads a grid of patches. Pass image_size. The "
+            "model was not changed."
+        )
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)
     config = copy.deepcopy(model.config)

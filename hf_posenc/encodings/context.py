@@ -182,7 +182,7 @@ class PositionContext:
         if limit is not None and longest > limit:
             raise ValueError(
                 f"The input has {longest} positions, which exceeds max_length={limit} of this model's encoding. Pass a smaller "
-                "input, or call hf_posenc.extend(model, max_length=…)."
+                "input, or extend the model with hf_posenc.extend."
             )
         return context
 
