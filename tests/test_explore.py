@@ -16,6 +16,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import gradio
 import httpx
 import psutil
 import pytest
@@ -30,15 +31,12 @@ from hf_posenc._versions import install
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
 from hf_posenc.diagnostics.registry import page_figures
-from hf_posenc.encodings import canonical, checked_value, encoding_class, options_of
+from hf_posenc.encodings import canonical, checked_value, construction, encoding_class, options_of
+from hf_posenc.explorer import budget, encodings, fields, gate, models, option_fields, server, work
+from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused
+from hf_posenc.explorer.encodings import Sizes
 from models import ENCODINGS, slow, stock
 from tools.hosts import tiny
-
-gradio = pytest.importorskip("gradio")
-from hf_posenc.encodings import construction  # noqa: E402
-from hf_posenc.explorer import budget, encodings, fields, gate, models, option_fields, server, work  # noqa: E402
-from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused  # noqa: E402
-from hf_posenc.explorer.encodings import Sizes  # noqa: E402
 
 SMALL = Sizes(length=12, hidden_size=32, num_attention_heads=4)
 NEEDED = {name: {"trained_length": 8} for name in ("fope", "logn", "self_extend")}

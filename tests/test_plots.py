@@ -11,9 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
+from matplotlib.artist import Artist
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -28,11 +32,6 @@ from hf_posenc.cli.figures import _command
 from hf_posenc.diagnostics import figures as style
 from hf_posenc.diagnostics import registry
 from models import shared, slow, stock
-
-matplotlib = pytest.importorskip("matplotlib")
-from matplotlib.artist import Artist  # noqa: E402
-from matplotlib.colors import to_hex  # noqa: E402
-from matplotlib.text import Text  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results"
 PAGE = (ROOT / "docs" / "guides" / "analyze.md").read_text(encoding="utf-8")
