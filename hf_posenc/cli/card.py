@@ -1,5 +1,6 @@
 """hf-posenc model-card"""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,19 +20,19 @@ def card(
 ) -> None:
     """Generate a model card from the model's config and evaluation, without reading weights.
 
-    The tables show the results in evaluation.json in the model's directory. The training scripts write this file.
+    The tables show the results in evaluation.json in the model's directory. The training scripts write this file. The text of
+    an existing output file is kept, and its metadata are updated.
 
     Example:
     [bold]hf-posenc model-card bert-alibi --repo-id me/bert-alibi --output bert-alibi/README.md[/]
     """
     import hf_posenc
-    from hf_posenc.hub.cards import replaceable
+    from hf_posenc.hub.cards import updated_card
     from hf_posenc.serialization import atomic
 
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
-    if (kept := replaceable(existing)) is None:
-        raise ValueError(f"{output} was written or edited manually, so it was not changed. Choose another --output.")
-    text = hf_posenc.model_card(folder, repo_id or folder.resolve().name, figures=figures or (), metadata=kept)
+    card_of = partial(hf_posenc.model_card, folder, repo_id or folder.resolve().name, figures=figures or ())
+    text = updated_card(existing, lambda kept: card_of(metadata=kept))
     if output is None:
         print(text, end="")
     else:

@@ -44,7 +44,6 @@ def push(
 
     import hf_posenc
     from hf_posenc.cli.folders import load_model
-    from hf_posenc.hub.cards import replaceable
     from hf_posenc.hub.eval_results import EVALUATION
     from hf_posenc.hub.push import IMAGES
     from hf_posenc.serialization.saved_files import check_there
@@ -62,8 +61,8 @@ def push(
     model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION
     figures = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES and path.is_file()]
-    if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
-        out.message(f"{card} was written or edited manually, so it isn't pushed. To use it, push it afterwards:")
+    if card.is_file():
+        out.message(f"{card} isn't pushed. To use it, push it afterwards:")
         out.message(f"  hf upload {repo_id} {card} README.md")
     if tokenizer is None:
         out.message(f"{folder} contains no tokenizer, so none is pushed.")

@@ -26,9 +26,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc import _compat
-from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
+from hf_posenc.hub.cards import model_card, updated_card, user_classes
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
-from hf_posenc.hub.repository import base_metadata, earlier_push, merged
+from hf_posenc.hub.repository import base_metadata, left_over, merged
 from hf_posenc.inspection import inspect
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import read_json
@@ -54,8 +54,8 @@ def push_to_hub(
 ) -> CommitInfo | Path:
     """Upload a patched or original model, or a `PositionEmbedding`, with all its files and a model card, in one commit.
 
-    A manually written or edited README.md is kept. Files of earlier pushes (shards, code, figures, evaluation) that this one
-    lacks are deleted. If nothing has changed, no commit is made.
+    If the repository has a README.md, its text is kept, and its metadata are updated. Files of earlier pushes (shards, code,
+    evaluation) that this one lacks are deleted. If nothing has changed, no commit is made.
 
     Offline (HF_HUB_OFFLINE=1), nothing is uploaded. The files are written to a local directory, and a log message contains the
     commands that push them later.
@@ -81,8 +81,8 @@ def push_to_hub(
 
     Raises:
         ValueError: the model is incomplete, an argument is invalid, or no token was found. The upload would contain the token.
-            `save_directory` contains other files. `private` differs from the existing repository. The Hub rejects the card's
-            metadata. In all these cases, nothing was uploaded.
+            `private` differs from the existing repository. The Hub rejects the card's metadata. In all these cases, nothing was
+            uploaded.
         huggingface_hub.errors.HTTPError: the Hub can't be reached or rejected a request, or someone else pushed a commit first.
             Nothing was committed.
         OSError: a local file can't be read or written.
@@ -122,7 +122,11 @@ def push_to_hub(
         if token:
             _refuse_token(token, folder, message)
         if offline or save_directory is not None:
-            _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
+            local = keep_in / "README.md"
+            existing = local.read_text(encoding="utf-8") if local.exists() else ""
+            _write_card(folder, existing, partial(card, repo_id), base_metadata(model))
+            with atomic.replaced(keep_in) as staging:
+                shutil.copytree(folder, staging, dirs_exist_ok=True)
         if offline:
             reports = report.submodels.values() or [report]
             modules = sorted({cls.__module__ for each in reports for cls in user_classes(each.encoding)})
@@ -147,13 +151,9 @@ def push_to_hub(
             return Path(file).read_text(encoding="utf-8", errors="replace")
 
         present = {file.rfilename for file in head.siblings or ()}
-        kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
-        if kept is None:
-            logger.warning("%s: README.md was written or edited manually, so it was not changed.", repo_id)
-            (folder / "README.md").unlink(missing_ok=True)
-        else:
-            text = card(repo_id, metadata=merged(base_metadata(model, api), kept))
-            (folder / "README.md").write_text(text, encoding="utf-8")
+        existing = read("README.md") if "README.md" in present else ""
+        _write_card(folder, existing, partial(card, repo_id), base_metadata(model, api))
+        stale = left_over(present, read, _files(folder))
         return api.create_commit(
             repo_id,
             [
@@ -210,29 +210,10 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
-    """Copy the directory, with a card, to `keep_in`."""
-    if keep_in.exists() and not keep_in.is_dir():
-        raise ValueError(f"{keep_in} is a file. Choose another save_directory.")
-
-    def read(path: str) -> str:
-        return (keep_in / path).read_text(encoding="utf-8", errors="replace")
-
-    present = [path for path in _files(keep_in) if not path.startswith(atomic.CACHE)]
-    new = [*_files(folder), "README.md"]
-    kept, stale = earlier_push(present, read, new)
-    ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
-    if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
-        raise ValueError(
-            f"{keep_in} contains files that no earlier push has written ({', '.join(others[:3])}). Choose another "
-            "save_directory, or empty it."
-        )
-    if kept is None:
-        logger.warning("%s was written or edited manually, so it was not changed.", keep_in / "README.md")
-    else:
-        (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
-    with atomic.replaced(keep_in, lambda *_: stale) as near:
-        shutil.copytree(folder, near, dirs_exist_ok=True)
+def _write_card(folder: Path, existing: str, card: Callable[..., str], base: dict[str, Any]) -> None:
+    """Write README.md: the existing card with new metadata, or a new card if it has no text."""
+    text = updated_card(existing, lambda kept: card(metadata=merged(base, kept)))
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _commands(

@@ -1,15 +1,15 @@
-"""State of the Hub before a push: files of the repository, and metadata of the existing card and that of the base model."""
+"""State of the Hub before a push: files that the push deletes, and metadata of the base model's card."""
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 
-from hf_posenc.hub.cards import INHERITED, host_name, replaceable
+from hf_posenc.hub.cards import INHERITED, host_name
 from hf_posenc.hub.eval_results import EVALUATION, result_files
 from hf_posenc.serialization.saved_files import parsed_json
 
@@ -51,19 +51,9 @@ def merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     return {**inherited, **kept}
 
 
-def earlier_push(
-    present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """The metadata to keep of the existing card, and the files of earlier pushes to delete because the new one lacks them.
-
-    The metadata are None if the existing card must not be overwritten.
-    """
-    present = set(present)
+def left_over(present: Collection[str], read: Callable[[str], str], new: Iterable[str]) -> list[str]:
+    """The files of earlier pushes to delete because the new one lacks them."""
     written = {path for path in present if WRITTEN.fullmatch(path)}
-    card = read("README.md") if "README.md" in present else ""
-    measured = read(EVALUATION) if EVALUATION in present else "null"
-    if (kept := replaceable(card)) is not None:
-        written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
     with contextlib.suppress(ValueError):  # no evaluation.json, or one from another tool
-        written |= {EVALUATION, *result_files(parsed_json(measured))}
-    return kept, sorted((written & present).difference(new))
+        written |= {EVALUATION, *result_files(parsed_json(read(EVALUATION) if EVALUATION in present else "null"))}
+    return sorted(written.intersection(present).difference(new))
