@@ -3,7 +3,7 @@
     hf-posenc compare study.yaml --processes 2 --output_dir OUT
     hf-posenc compare --encodings none rope alibi '{"type": "t5", "num_buckets": 16}' \\
         --tasks mlm clm --length 64 --multiples 1 2 4 --seeds 0 1 2 --output_dir OUT
-    hf-posenc compare --import my_task --tasks my_task --table latex --save --output_dir OUT
+    hf-posenc compare --import my_task --tasks my_task --save --output_dir OUT
     accelerate launch --multi_gpu -m hf_posenc.compare study.yaml --output_dir OUT
 
 Models (`--models bert llama` by default) are tiny models with random weights (bert, llama, or gpt2), models of a config file,
@@ -156,9 +156,6 @@ def write(arguments: argparse.Namespace, parts: list[Part], left_out: dict[str, 
         for table in tables.for_terminal(record):
             console.print(table)
     write_text(output / "compare.txt", text.getvalue())
-    for form in arguments.table:
-        name, content = tables.written(record, form)
-        write_text(output / name, content)
     draw(record, path=output / "compare.png")
 
 

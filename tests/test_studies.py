@@ -1,8 +1,6 @@
-"""hf_posenc.studies: custom tasks and their errors, texts and configs from files, saved models, and the formats of tables."""
+"""hf_posenc.studies: custom tasks and their errors, texts and configs from files, and saved models."""
 
-import csv
 import functools
-import io
 import json
 import shutil
 import subprocess
@@ -183,14 +181,14 @@ def test_models_that_diverged_get_no_scores_by_chance():
 
 def test_a_study_file_imports_its_task(my_task, tmp_path):
     (tmp_path / "study.yaml").write_text(
-        "import: [my_task]\nmodels: [llama]\ntasks: [ones]\nlength: {ones: 3, copy: 2}\ncorrection: holm\ntable: [csv]\n"
+        "import: [my_task]\nmodels: [llama]\ntasks: [ones]\nlength: {ones: 3, copy: 2}\ncorrection: holm\n"
     )
     arguments = [str(tmp_path / "study.yaml"), "--output_dir", "out"]
     with pytest.raises(SystemExit):  # copy isn't a task of this study
         compare.parse_arguments(arguments)
     (tmp_path / "study.yaml").write_text((tmp_path / "study.yaml").read_text().replace(", copy: 2", ""))
     parsed = compare.parse_arguments(arguments)
-    assert (parsed.tasks, parsed.length, parsed.correction, parsed.table) == (["ones"], {"ones": 3}, "holm", ["csv"])
+    assert (parsed.tasks, parsed.length, parsed.correction) == (["ones"], {"ones": 3}, "holm")
     assert compare.parse_arguments([*arguments, "--correction", "none"]).correction is None
     (tmp_path / "study.yaml").write_text("encodings: []\n")
     with pytest.raises(SystemExit, match="encodings is empty"):
@@ -400,24 +398,6 @@ def record_of(*rows, correction=None):
 SMALL = record_of(row("none", 0.5), row("rope_theta=5", 0.75, 0.25, 0.01), row("t5", 0.4, -0.1, 0.2, max_length=9))
 
 
-def test_the_table_as_latex():
-    latex = tables.as_latex(SMALL)
-    assert r"rope\_theta=5 & $\mathbf{0.75 \pm 0.01}$ \\" in latex and r"t5 $\dagger$ & $0.40 \pm 0.01$ \\" in latex
-    assert r"rope\_theta=5 & $\mathbf{+0.25 \pm 0.02}$ \\" in latex and r"t5 $\dagger$ & $-0.10 \pm 0.02$ \\" in latex
-    assert r"rope\_2d & unsupported \\" in latex and latex.index("rope\\_theta") < latex.index("none &")
-    assert all(latex.count(rule) == 1 for rule in (r"\toprule", r"\bottomrule")) and r"95\% intervals" in latex
-    lines = [line for line in latex.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
-    assert {line.count("&") for line in lines} == {1}
-
-
-def test_the_table_as_csv_and_markdown():
-    first, second, _ = csv.DictReader(io.StringIO(tables.as_csv(SMALL)))
-    assert (first["encoding"], first["mean"], first["difference"]) == ("none", "0.5", "")
-    assert (second["difference"], second["significant"], second["length"]) == ("0.25", "True", "8")
-    markdown = tables.as_markdown(SMALL)
-    assert "| `rope_theta=5` | **0.75 ± 0.01** |" in markdown and "| `t5 †` | -0.10 ± 0.02 |" in markdown
-
-
 def test_holm_correction():
     """p-values 0.01, 0.02, 0.04 become 0.03, 0.04, 0.04. With 0.03 in third place of four tests, nothing changes the order."""
     made = [{"p": p} for p in (0.04, 0.01, None, 0.02)]
@@ -479,18 +459,19 @@ def test_the_metric_of_a_figure():
         plots.study(SMALL, width="three")
 
 
-def test_rows_of_the_record_make_a_data_frame():
+def test_the_table_of_a_record_makes_a_data_frame():
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(SMALL["rows"])
-    assert frame.groupby("encoding")["value"].mean().to_dict() == {"none": 0.5, "rope_theta=5": 0.75, "t5": 0.4}
+    frame = pandas.DataFrame(SMALL["table"])
+    latex = frame.pivot_table("mean", ["model", "task", "encoding"], "length").to_latex(float_format="%.2f")
+    assert all(value in latex for value in ("0.50", "0.75", "0.40"))
 
 
 def test_the_command_of_the_package(my_task, tmp_path, capsys):
     """`hf-posenc compare` has the flags of hf_posenc.compare."""
     app = get_command(cli.app)
     with pytest.raises(SystemExit) as stopped:
-        app(["compare", *COMMAND, "--seeds", "0", "--table", "latex"])
-    assert not stopped.value.code and (tmp_path / "out" / "compare.tex").exists()
+        app(["compare", *COMMAND, "--seeds", "0"])
+    assert not stopped.value.code and (tmp_path / "out" / "compare.txt").exists()
     with pytest.raises(SystemExit) as stopped:
         app(["compare", "--tasks", "copi", "--output_dir", "x"])
     assert stopped.value.code == 2 and "There is no task 'copi' (did you mean 'copy'?)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import hf_posenc
 from hf_posenc.evaluation import terminals, text_files
-from hf_posenc.studies import models, tables, tasks
+from hf_posenc.studies import models, tasks
 from hf_posenc.studies.models import Encoding, Sizes
 from hf_posenc.studies.record import HOLM
 from hf_posenc.training.flags import at_least
@@ -47,7 +47,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         add(f"--{name}", type=at_least(1), default=value, help=f"size of tiny models; default: {value}")
     add("--processes", type=at_least(1), default=1, help="number of parallel runs, each with one thread")
     add("--save", action="store_true", help="save trained models next to their runs")
-    add("--table", nargs="+", choices=tables.WRITERS, default=[], help="also write the table in these formats")
     correction = "correct the significance of differences for multiple comparisons; default: none"
     add("--correction", choices=[HOLM, NONE], default=NONE, help=correction)
     add("--report_only", action="store_true", help="only tables and figures of the finished runs")

@@ -1,10 +1,7 @@
-"""The tables of a study's record (`hf_posenc.studies.record`): for a terminal, and as CSV, LaTeX, and Markdown."""
+"""The tables of a study's record (`hf_posenc.studies.record`)."""
 
-import csv
-import io
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
@@ -18,11 +15,6 @@ ENDS = "†"
 """Marks encodings with a maximum length, which was set to the longest test length."""
 NAMES = {"exact": f"{EXACT_MATCH} of the whole answer", "tokens": "token accuracy of the answer"}
 """Metric -> its name in headings, if it differs."""
-COLUMNS = (
-    *("model", "task", "metric", "encoding", "length", "multiple", "seeds", "mean", "half_width"),
-    *("difference", "difference_half_width", "p", "p_holm", "significant", "max_length", "diverged"),
-)
-"""The columns of the CSV table."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +29,8 @@ def multiples_of(record: Record) -> list[float]:
     return sorted({row["multiple"] for row in record["table"]})
 
 
-def sections(
-    record: Record, bold: Callable[[str], str], differences: bool = False, plus_minus: str = " ± "
-) -> Iterator[Section]:
-    """The means of a record, or the differences from its baseline. Significant differences are passed to `bold`.
+def sections(record: Record, differences: bool = False) -> Iterator[Section]:
+    """The means of a record, or the differences from its baseline. Significant differences are bold.
 
     Rows are sorted from the best at 2 L, or at the last length. Unsupported encodings come last.
     """
@@ -57,7 +47,7 @@ def sections(
         heading = ", ".join(filter(None, (model, task, f"L = {about['length']:,} {about['unit']}")))
         rows = []
         for label in sorted(encodings, key=lambda label: _order(encodings[label][tried], sign)):
-            cells = [_cell(encodings[label][multiple], bold, differences, plus_minus) for multiple in multiples]
+            cells = [_cell(encodings[label][multiple], differences) for multiple in multiples]
             if any(cells) or not differences:
                 rows.append((label + _marks(encodings[label][tried], most), cells))
         if not differences:
@@ -66,24 +56,17 @@ def sections(
             yield Section(f"{heading}: {NAMES.get(metric, metric)}", rows)
 
 
-def titled_sections(record: Record, bold: Callable[[str], str], plus_minus: str = " ± ") -> Iterator[Section]:
-    """The sections of means and then of differences, whose headings name the baseline."""
-    yield from sections(record, bold, False, plus_minus)
-    for section in sections(record, bold, True, plus_minus):
-        yield replace(section, heading=f"{section.heading}, difference from {record['baseline']}")
-
-
 def _order(row: Record, sign: int) -> float:
     return float("inf") if row["mean"] is None else sign * row["mean"]
 
 
-def _cell(row: Record, bold: Callable[[str], str], differences: bool, plus_minus: str) -> str:
+def _cell(row: Record, differences: bool) -> str:
     name = "difference" if differences else "mean"
     value, half = row[name], row["difference_half_width" if differences else "half_width"]
     if value is None:
         return "" if differences and row["p"] is None else "inf"
-    text = f"{value:{'+' if differences else ''}.2f}" + ("" if half is None else f"{plus_minus}{half:.2f}")
-    return bold(text) if row["significant"] else text
+    text = f"{value:{'+' if differences else ''}.2f}" + ("" if half is None else f" ± {half:.2f}")
+    return f"[bold]{text}[/bold]" if row["significant"] else text
 
 
 def _marks(row: Record, most: int) -> str:
@@ -123,7 +106,7 @@ def for_terminal(record: Record) -> list[Table]:
         )
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
-        for section in sections(record, lambda text: f"[bold]{text}[/bold]", differences):
+        for section in sections(record, differences):
             table.add_section()
             table.add_row(f"[bold]{escape(section.heading)}[/bold]")
             for name, cells in section.rows:
@@ -139,72 +122,3 @@ def unsupported(record: Record) -> list[Table]:
         for label, reason in own["unsupported"].items():
             made.add_row(*map(escape, (model, label, reason)))
     return [made] if made.row_count else []
-
-
-def as_csv(record: Record) -> str:
-    """A line for each row of `record["table"]`, with all digits."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(record["table"])
-    return text.getvalue()
-
-
-def as_markdown(record: Record) -> str:
-    headings = [f"{each:g} L" for each in multiples_of(record)]
-    lines: list[str] = []
-    for section in titled_sections(record, lambda text: f"**{text}**"):
-        lines += [f"**{section.heading}**", "", f"| encoding | {' | '.join(headings)} |", "|---" * (len(headings) + 1) + "|"]
-        lines += [f"| {' | '.join([f'`{name}`', *cells])} |" for name, cells in section.rows]
-        lines.append("")
-    return "\n".join([*lines, caption(record)]) + "\n"
-
-
-def as_latex(record: Record) -> str:
-    r"""A table with the rules of booktabs, for `\input`. Its caption states the intervals and the correction."""
-    multiples = multiples_of(record)
-    width = len(multiples) + 1
-    lines = ["% Needs \\usepackage{booktabs}.", "\\begin{table}", "  \\centering", f"  \\caption{{{_tex(caption(record))}}}"]
-    lines += [f"  \\begin{{tabular}}{{l{'r' * len(multiples)}}}", "    \\toprule"]
-    lines.append(f"    {' & '.join(['', *(f'${each:g}L$' for each in multiples)])} \\\\")
-    for section in titled_sections(record, _bold_tex, " \\pm "):
-        lines += ["    \\midrule", f"    \\multicolumn{{{width}}}{{l}}{{\\emph{{{_tex(section.heading)}}}}} \\\\"]
-        for name, cells in section.rows:
-            shown = [cell if cell in ("", UNSUPPORTED) else f"${_math(cell)}$" for cell in cells]
-            lines.append(f"    {' & '.join([_tex(name), *shown])} \\\\")
-    return "\n".join([*lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}"]) + "\n"
-
-
-def _math(cell: str) -> str:
-    return cell.replace("inf", "\\infty")
-
-
-def _bold_tex(text: str) -> str:
-    return f"\\mathbf{{{text}}}"
-
-
-def _tex(text: str) -> str:
-    """A text with LaTeX's special characters escaped."""
-    special = {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        ENDS: r"$\dagger$",
-        "±": r"$\pm$",
-    }
-    special |= {"<": "$<$", ">": "$>$"}
-    return re.sub(r"[\\{}$&#_%~^<>†±]", lambda found: special.get(found[0], f"\\{found[0]}"), text)
-
-
-WRITERS: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "csv": ("csv", as_csv),
-    "latex": ("tex", as_latex),
-    "markdown": ("md", as_markdown),
-}
-"""Format of --table -> suffix of its file, and its writer."""
-
-
-def written(record: Record, form: str) -> tuple[str, str]:
-    """The name of a table's file, and its content."""
-    suffix, write = WRITERS[form]
-    return f"compare.{suffix}", write(record)
