@@ -266,7 +266,7 @@ def test_what_is_kept_and_what_is_cleared_away(tmp_path):
         (tmp_path / f"step_{step}").mkdir()
         manifest = {"step": step, "best_step": best, "arguments": {}, "files": {}}
         (tmp_path / f"step_{step}" / "checkpoint.json").write_text(json.dumps(manifest))
-    for name in ("best_1", "best_3", "best_5", ".step_8", ".step_2-old", ".mine", "step_x", "other_2"):
+    for name in ("best_1", "best_3", "best_5", ".step_8", ".mine", "step_x", "other_2"):
         (tmp_path / name).mkdir()
     kept = {".mine", "best_5", "other_2", "step_6", "step_x"}
     checkpoints.prune(tmp_path, 2, 7)

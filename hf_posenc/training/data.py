@@ -101,7 +101,7 @@ def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
                 raise SystemExit(f"The {name} data have no column `{column}`, only {list(first)}. See {flag}.")
 
 
-def check_texts(splits: dict[str, Any], column: str) -> dict[str, Any]:
+def check_texts(accelerator: Accelerator, splits: dict[str, Any], column: str) -> dict[str, Any]:
     """The splits without examples of blank text. Raises SystemExit if none remains, or if a text isn't a string."""
     check_columns(splits, {"--text_column": column})
 
@@ -110,7 +110,8 @@ def check_texts(splits: dict[str, Any], column: str) -> dict[str, Any]:
             raise SystemExit(f"A row has {text!r} in the column `{column}`, which must contain strings.")
         return bool(text and text.strip())
 
-    kept = {name: data.filter(has_text, input_columns=column) for name, data in splits.items()}
+    with accelerator.main_process_first():
+        kept = {name: data.filter(has_text, input_columns=column) for name, data in splits.items()}
     check_columns(kept, {"--text_column": column})
     return kept
 

@@ -252,7 +252,7 @@ def load_teacher(
 def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
     """The splits of --train_file or --dataset_name, or otherwise the documentation of the standard library."""
     if arguments.train_file or arguments.dataset_name:
-        return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
+        return data.check_texts(accelerator, data.load_splits(accelerator, arguments), arguments.text_column)
     texts = stdlib_corpus.split(progress=accelerator.is_main_process)[1]
     texts = stdlib_corpus.joined(texts) if arguments.long_text_length else texts
     accelerator.print(

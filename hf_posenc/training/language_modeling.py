@@ -58,7 +58,7 @@ class LanguageModeling(Task):
 
 def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageModeling, kind: Any, tokenizer: Any) -> None:
     """Load the model and the data, tokenize, and train."""
-    splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
+    splits = check_texts(accelerator, load_splits(accelerator, arguments), arguments.text_column)
     model = load_model(arguments, kind, tokenizer)
     length = text_length(arguments, arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
