@@ -362,7 +362,7 @@ def updated_card(existing: str, make: Callable[[dict[str, Any]], str]) -> str:
     old = ModelCard(existing)
     metadata = old.data.to_dict()
     new = ModelCard(make({key: value for key, value in metadata.items() if key not in GENERATED}))
-    own = {"hf-posenc", *list_encodings()}
-    tags = [*(new.data.tags or ()), *(tag for tag in metadata.get("tags") or () if tag not in own)]
-    metadata = {key: value for key, value in metadata.items() if key not in MEASURED} | new.data.to_dict() | {"tags": tags}
+    changed, own = new.data.to_dict(), {"hf-posenc", *list_encodings()}
+    changed["tags"] = [*changed["tags"], *(tag for tag in metadata.get("tags") or () if tag not in own)]
+    metadata = {key: value for key, value in metadata.items() if key not in MEASURED} | changed
     return f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n{old.text if old.text.strip() else new.text}"
