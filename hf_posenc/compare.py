@@ -92,7 +92,7 @@ def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[s
     """Directory -> study of a model, and model -> tasks that it has no head for. Raises SystemExit for invalid arguments."""
     if arguments.texts:
         try:
-            text_files.check(arguments.texts)
+            text_files.rows(arguments.texts)
         except ValueError as error:
             raise SystemExit(f"--texts: {error}") from None
     common = Setup(
