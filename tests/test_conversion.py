@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
-from closeness import assert_close, assert_equal
+from closeness import assert_equal
 from conftest import GPU, WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
-from hf_posenc.conversion import converting
 from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 from models import CACHE, HOSTS, VOCABULARY, first, slow, stock, tiny, tokens
@@ -331,20 +330,6 @@ def test_encoder_decoders(host, where, tmp_path):
     assert hf_posenc.inspect(again).calibration == report
     assert_equal(model.state_dict(), before)
     assert_equal(first(hf_posenc.unpatch(new)(input_ids=source, decoder_input_ids=target)), first(original))
-
-
-@torch.no_grad()
-def test_inputs_of_a_decoder():
-    """Neither stack reads padding, and the masks of both have it."""
-    model, mask = stock("bart", decoder_start_token_id=2), torch.ones(TEXTS, LENGTH, dtype=torch.long)
-    mask[1, 20:] = 0
-    found = converting._for_decoder(model, {**batch(), "attention_mask": mask})
-    assert_equal(found["attention_mask"], mask)
-    assert_equal(found["encoder_attention_mask"], mask)
-    assert found["input_ids"][:, 0].tolist() == [2] * TEXTS
-    alone = converting._for_decoder(model, {"input_ids": batch()["input_ids"][1:2, :20]})
-    assert_close(found["encoder_hidden_states"][1:2, :20], alone["encoder_hidden_states"])
-    assert_equal(found["input_ids"][1:2, :20], alone["input_ids"])
 
 
 def test_experts_in_the_feed_forward_block(tmp_path):

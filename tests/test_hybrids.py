@@ -10,7 +10,6 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import hf_posenc
 from closeness import assert_apart, assert_close
-from hf_posenc.architectures import detection
 from models import CACHE, first, randomize_encoding, tiny, tokens
 from oracles import in_pieces
 
@@ -67,7 +66,9 @@ def of(host, encoding=None, head="Model", **changes):
 
 
 def attentions(model):
-    return detection._attentions(dict(model.named_modules()))[0]
+    """The softmax attentions. MiniMax also has linear ones."""
+    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
+    return {name: module for name, module in named.items() if "Lightning" not in type(module).__name__}
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
-from closeness import assert_close, assert_equal
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc import _compat
 from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
-from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from models import CACHE, CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
 from oracles import gradients, padded, random
 
@@ -105,17 +105,6 @@ def test_blocks_against_all_scores_at_once(small_blocks, kinds, offsets, seen):
         assert_alike(found, attention_of(query, key, value, columns, given, 0.3), leaves)
 
 
-@pytest.mark.parametrize(("head", "tail"), [(1, 1), (3, 5), (7, 13)])
-def test_equal_vectors_at_the_ends_are_multiplied_once(small_blocks, head, tail):
-    (query, key, value), _ = inputs(11, 11, "", 1)
-    rows, seen = torch.arange(21).clamp(head - 1, 21 - tail), SEEN["all"](11, 11)
-    tables = [random(21, E, seed=seed).requires_grad_() for seed in (7, 8)]
-    assert bias_backends._clipped_ends(rows) == (head, tail)
-    expected = attention_of(query, key, value, DistanceTable(None, *(table[rows][None] for table in tables)), seen, 0.5)
-    found = blockwise.attention(query, key, value, DistanceTable(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
-    assert_alike(found, expected, [query, key, value, *tables])
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_by_finite_differences(small_blocks, dropout):
     """Dropout drops the same weights in the backward pass."""
@@ -184,108 +173,18 @@ def right_padded(length):
     return (torch.arange(length) < torch.tensor([[length], [length - 7]]))[:, None, None].expand(2, 1, length, length)
 
 
-def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
-    """The chosen implementation for a tiny attention of one head group, and the keys that it sees."""
-    geometry = Geometry(H * E, H, E, max_length=300, is_causal=changes.get("causal", False))
-    cls = hf_posenc.list_encodings()[encoding]
-    module = cls(geometry, **(options or {})).train(train)
-    given = {"query": length, "key": length, "width": E, "past": 0, "dropout": 0.0, "causal": False, "device": "cpu", **changes}
-    query = torch.zeros(2, H, given["query"], E, device=given["device"])
-    key, value = torch.zeros(2, H, given["key"], E), torch.zeros(2, H, given["key"], given["width"])
-    index = torch.arange(given["query"])[None]
-    context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
-    context.patches = PatchLayout(given.get("aside", (0, 0)))
-    with torch.set_grad_enabled(train):
-        options = {"dropout": given["dropout"]}
-        call = AttentionCall(None, query, key, value, mask, [module], context, given["causal"], options)
-        return bias_backends.select_backend(call)
-
-
-@pytest.mark.parametrize(
-    ("way", "arguments"),
-    [
-        ("toeplitz", {"encoding": "alibi"}),
-        ("toeplitz", {"encoding": "alibi", "train": True}),
-        ("toeplitz", {"encoding": "t5"}),
-        ("toeplitz", {"encoding": "relative", "causal": True}),
-        ("blocks", {"encoding": "t5", "train": True}),
-        ("blocks", {"encoding": "alibi", "options": {"slopes": "learned"}, "train": True}),
-        ("toeplitz", {"encoding": "alibi", "options": {"slopes": "learned"}}),
-        ("blocks", {"encoding": "shaw"}),
-        ("blocks", {"encoding": "shaw", "train": True}),
-        ("dense", {"encoding": "alibi", "length": 255}),
-        ("dense", {"encoding": "t5", "length": 255, "train": True}),
-        ("dense", {"encoding": "shaw", "length": 255}),
-        ("toeplitz", {"encoding": "alibi", "query": 2, "key": 300, "past": 298}),
-        ("dense", {"encoding": "alibi", "query": 1, "key": 300, "past": 299}),
-        ("dense", {"encoding": "alibi", "past": torch.tensor(0)}),
-        ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
-        ("dense", {"encoding": "alibi", "aside": (1, 0)}),
-        ("dense", {"encoding": "alibi", "width": 2 * E}),
-        ("blocks", {"encoding": "transformer_xl"}),
-        ("blocks", {"encoding": "transformer_xl", "dropout": 0.1, "train": True}),
-        ("dense", {"encoding": "transformer_xl", "length": 255}),
-        ("dense", {"encoding": "transformer_xl", "query": 1, "key": 300, "past": 299}),
-        ("dense", {"encoding": "fire", "train": True}),
-        ("dense", {"encoding": "fox", "causal": True, "train": True}),
-        ("dense", {"encoding": "cope", "causal": True, "length": 255}),
-        ("dense", {"encoding": "cope", "causal": True, "dropout": 0.1}),
-        ("blocks", {"encoding": "alibi", "dropout": 0.1, "train": True}),
-        ("blocks", {"encoding": "alibi", "dropout": 0.1}),  # the first run of gradient checkpointing
-        ("dense", {"encoding": "alibi", "device": "meta"}),
-        ("dense", {"encoding": "alibi", "mask": torch.zeros(2, 1, 256, 256)}),
-        ("dense", {"encoding": "alibi", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
-        ("dense", {"encoding": "alibi", "mask": torch.ones(2, H, 256, 256, dtype=torch.bool)}),
-        ("toeplitz", {"encoding": "alibi", "mask": torch.ones(2, 1, 256, 256, dtype=torch.bool)}),
-        ("toeplitz", {"encoding": "alibi", "mask": torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()}),
-        ("toeplitz", {"encoding": "alibi", "mask": right_padded(384), "length": 384, "train": True}),
-        ("dense", {"encoding": "alibi", "mask": right_padded(383), "length": 383, "train": True}),
-        ("toeplitz", {"encoding": "alibi", "mask": right_padded(256)}),
-        ("blocks", {"encoding": "t5", "mask": right_padded(256), "train": True}),
-    ],
-)
-def test_the_way_at_its_borders(way, arguments):
-    found, seen = choose(**arguments)
-    assert found == way and (seen is None) == (way == "dense")
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("shown", "spans"),
-    [
-        ([[1] * 400, [1] * 400], ((0, 2, 0, 400),)),
-        ([[1] * 390 + [0] * 10, [1] * 400], ((0, 1, 0, 390), (1, 2, 0, 400))),
-        ([[0] * 7 + [1] * 393, [0] * 7 + [1] * 393], ((0, 2, 7, 400),)),
-        ([[0] * 7 + [1] * 93 + [0] * 300, [0] * 400], ((0, 1, 7, 100), (1, 2, 0, 0))),
-        ([[1] * 100 + [0] + [1] * 299, [1] * 400], None),
-    ],
-)
-def test_what_a_mask_shows(shown, spans, causal):
-    mask = torch.tensor(shown).bool()[:, None, None].expand(2, 1, 400, 400)
-    if causal:
-        mask = mask & torch.ones(400, 400, dtype=torch.bool).tril()
-    _, seen = choose("alibi", length=400, mask=mask)
-    if spans is None:
-        assert seen is None
-    else:
-        assert seen.spans == spans and seen.is_causal == causal
-
-
-def test_a_window_of_keys_is_no_stretch_of_all():
-    near = torch.ones(256, 256, dtype=torch.bool).tril().triu(-100)[None, None]
-    assert choose("alibi", mask=near) == ("dense", None)
-
-
-def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
+def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry, always):
     base = hf_posenc.list_encodings()["shaw"]
 
     class Doubled(base, type="doubled-in-test"):
         def score_bias(self, query, key, context):
             return 2 * super().score_bias(query, key, context)
 
-    assert base.has_distance_vectors() and not Doubled.has_distance_vectors()
-    assert not hf_posenc.list_encodings()["alibi"].has_distance_vectors()
-    assert choose("doubled-in-test") == ("dense", None)
+    model, plain = (patched("bert", name) for name in ("doubled-in-test", "shaw"))
+    found = first(model(tokens()))
+    assert_apart(found, first(plain(tokens())))
+    model.set_attn_implementation("eager")
+    assert_close(found, first(model(tokens())))
 
 
 @pytest.fixture

@@ -84,16 +84,6 @@ def test_shaw_beside_what_the_layers_share(beside):
         assert_close(actual, scores.softmax(-1))
 
 
-def test_shaw_computes_its_indices_once_in_a_forward(monkeypatch):
-    """Layers of the same width share the indices."""
-    model, calls = patched("bert", "shaw"), []
-    kind = type(model.encoder.layer[0].attention.self.posenc)
-    monkeypatch.setattr(kind, "_index", lambda self, *args, original=kind._index: calls.append(1) or original(self, *args))
-    model(tokens())
-    model(tokens())
-    assert calls == [1, 1]
-
-
 @pytest.mark.parametrize("terms", ["relative_key", "relative_key_query"])
 @torch.no_grad()
 def test_shaw_is_scaled_as_its_layer_scales(terms):

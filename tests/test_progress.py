@@ -11,9 +11,7 @@ from tqdm.auto import tqdm
 
 from conftest import said_by_python
 from hf_posenc import progress
-from hf_posenc.encodings import encoding_class
-from hf_posenc.serialization import remote_code
-from models import patched, stock
+from models import stock
 
 TRAIN = """
 import runpy, sys
@@ -128,13 +126,3 @@ def test_saving_an_own_encoding(speed, tmp_path):
     assert bool(lines) == (speed == "slow"), errors
     if lines:
         assert lines[0].startswith("reading the code to save") and lines[-1].startswith("importing the copied encodings: ")
-
-
-def test_each_file_is_parsed_once(monkeypatch):
-    """Parsing and searching the files took most of the time of saving a model."""
-    parsed, read = [], remote_code.parsed
-    monkeypatch.setattr(remote_code, "parsed", lambda source: parsed.append(source) or read(source))
-    for cached in (remote_code._imports, remote_code._import_nodes):
-        cached.cache_clear()
-    files = remote_code.files("hf_posenc.modeling.derived", [(encoding_class("alibi"), {})], patched("bert", "alibi").config)
-    assert 10 < len(parsed) == len({*parsed}) < len(files)

@@ -79,7 +79,7 @@ def test_weights_are_those_of_the_formula(name, encoding):
     # Encodings whose parameters all layers share are in the stack.
     own = {
         key: each.double()
-        for module in (model.posenc, attention._modules.get("posenc"))
+        for module in (model.posenc, getattr(attention, "posenc", None))
         if module is not None
         for key, each in module.named_parameters()
     }
