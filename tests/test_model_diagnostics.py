@@ -175,7 +175,7 @@ def test_attention_entropy(silent):
     assert found.even == pytest.approx(math.log(9)) and (found.texts, found.tokens) == (2, 18)
     decoder = diagnostics.attention_entropy(shared("gpt2", "none"), tokens(1, 5))
     assert decoder.even == pytest.approx(statistics.mean(math.log(seen) for seen in range(1, 6)))
-    assert diagnostics.Result.from_dict(json.loads(found.to_json())) == found
+    assert json.loads(found.to_json()) == found.to_dict()
 
 
 # Gradients.
@@ -286,7 +286,7 @@ def test_nothing_is_left_behind(name, host):
     before = [id(value) for value in model.state_dict(keep_vars=True).values()]
     generator = torch.get_rng_state()
     result = EVERY[name](model)
-    assert diagnostics.Result.from_dict(json.loads(result.to_json())) == result and str(result)
+    assert json.loads(result.to_json()) == result.to_dict() and str(result)
     models.assert_unchanged()
     training = copy.deepcopy(model).train()
     assert result == EVERY[name](training) and training.training

@@ -18,6 +18,7 @@ import torch
 from matplotlib.artist import Artist
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
+from transformers import BertTokenizer
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -503,8 +504,9 @@ def run(*arguments, code=0):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("plotted")
     stock("bert", num_hidden_layers=1).save_pretrained(path / "bert")
-    result = by_distance([[[0.1, 0.5, 0.2], [0.3, 0.1, 0.4]]])
-    (path / "attention.json").write_text(result.to_json())
+    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]))
+    BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / "bert")
+    (path / "texts.txt").write_text("a b c d e f g h\n" * 3)
     return path
 
 
@@ -520,7 +522,7 @@ def folder(tmp_path_factory):
         "decay alibi rope --length 8",
         slow(f"study {RESULTS}/alibi.json"),
         "probing bert --length 6 --layer 0",
-        "attention attention.json",
+        "attention bert --texts texts.txt",
     ],
 )
 def test_the_command(folder, tmp_path, monkeypatch, line):
@@ -562,9 +564,6 @@ def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
         ("criteria rope", "rope"),
         (f"study {ROOT}/README.md", "can't be read as JSON"),
         ("study nothing.json", "nothing.json"),
-        ("attention bert", "bert needs texts"),
-        (f"probing {RESULTS}/bench.json", "isn't a result of hf_posenc.diagnostics"),
-        ("probing attention.json", "a Probing"),
         ("probing . --output a.gif", "must end in .png, .svg or .pdf"),  # before the model is read
     ],
 )

@@ -13,13 +13,11 @@ from hf_posenc.cli import ModelCommand, console
 from hf_posenc.cli.arguments import ENCODING, FILES, MODEL, Encoding, Options, TextColumn, given_encoding
 from hf_posenc.cli.folders import load, names_of
 from hf_posenc.cli.texts import texts_in
-from hf_posenc.diagnostics import Result
 from hf_posenc.diagnostics.figures import checked_path
 from hf_posenc.diagnostics.registry import FIGURES, Figure
 from hf_posenc.serialization.saved_files import read_json
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
-MODEL_OR_RESULT = f"{MODEL} Or a .json file from Result.to_json (hf_posenc.diagnostics)."
 Output = Annotated[Path, typer.Option(help="Output file: .png, .svg, or .pdf.")]
 
 
@@ -42,43 +40,25 @@ def _record(record: Annotated[Path, typer.Argument(help="JSON record, or the dir
     return read_json(record / "compare.json" if record.is_dir() else record)
 
 
-def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL_OR_RESULT)], **options: Any) -> Any:
-    return _saved(model) or measure(load(model), **options)
+def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL)], **options: Any) -> Any:
+    return measure(load(model), **options)
 
 
 def _results(
     measure: Callable[..., Any],
-    models: Annotated[list[str], typer.Argument(help=f"One or more. {MODEL_OR_RESULT}")],
+    models: Annotated[list[str], typer.Argument(help=f"One or more. {MODEL}")],
     *,
-    texts: Annotated[
-        Path | None,
-        typer.Option(help=f"File with in-domain texts ({FILES}). Required for models.", show_default="none"),
-    ] = None,
+    texts: Annotated[Path, typer.Option(help=f"File with in-domain texts ({FILES}).")],
     text_column: TextColumn = "text",
     count: Annotated[int, typer.Option(min=1, help="Number of texts, from the start.")] = 8,
     **options: Any,
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    rows, found = texts_in(texts, text_column)[:count], {}
     for name, model in zip(names_of(models), models, strict=True):
-        if (result := _saved(model)) is None:
-            if texts is None:
-                raise ValueError(f"This figure of {model} needs texts. Pass a file with --texts.")
-            rows = texts_in(texts, text_column)[:count]
-            loaded = load(model)
-            result = measure(loaded, rows, tokenizer=getattr(loaded, "tokenizer", None) or load_tokenizer(model), **options)
-        found[name] = result
+        loaded = load(model)
+        tokenizer = getattr(loaded, "tokenizer", None) or load_tokenizer(model)
+        found[name] = measure(loaded, rows, tokenizer=tokenizer, **options)
     return found
-
-
-def _saved(model: str) -> Any:
-    """The result in a .json file, or None for a model."""
-    file = Path(model)
-    if file.suffix != ".json":
-        return None
-    try:
-        return Result.from_dict(read_json(file))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} isn't a result of hf_posenc.diagnostics, written by Result.to_json: {error}") from None
 
 
 READERS: dict[str, Callable[..., Any]] = {

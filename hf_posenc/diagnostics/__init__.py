@@ -14,7 +14,11 @@ from hf_posenc.encodings import did_you_mean
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-_PUBLIC = {"Result": Result, **Result.classes, **{name: each.measure for name, each in DIAGNOSTICS.items()}}
+_PUBLIC = {
+    "Result": Result,
+    **{cls.__name__: cls for cls in Result.__subclasses__()},
+    **{name: each.measure for name, each in DIAGNOSTICS.items()},
+}
 globals().update(_PUBLIC)
 __all__ = sorted(_PUBLIC)
 

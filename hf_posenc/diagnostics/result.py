@@ -1,20 +1,13 @@
-"""The base class of diagnostic results, with plain fields and lossless conversion to JSON."""
+"""The base class of diagnostic results, with plain fields and conversion to JSON."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-
-NAME = "diagnostic"
-"""The key of `to_dict` that names the class."""
-INFINITE = {"inf": math.inf, "-inf": -math.inf}
-"""Strings that represent infinite numbers in JSON."""
-
 
 R = TypeVar("R", bound="Result")
 
@@ -27,33 +20,13 @@ class Result:
     In JSON, undefined numbers are null, and infinite ones are "inf" or "-inf". Two results are equal if their JSON is.
     """
 
-    classes: ClassVar[dict[str, type["Result"]]] = {}
-    """Name -> class, for all results."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Result.classes[cls.__name__] = cls
-
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values: numbers, strings, lists, and dicts."""
         values = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {NAME: type(self).__name__, **values}
+        return {"diagnostic": type(self).__name__, **values}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), allow_nan=False)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Any:
-        """The inverse of `to_dict`. Raises ValueError for other values."""
-        given = dict(values)
-        cls = Result.classes.get(given.pop(NAME, None))
-        if cls is None:
-            raise ValueError(f"{NAME}={values.get(NAME)!r} must be one of {', '.join(Result.classes)}.")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if odd := names ^ given.keys():
-            raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}. Missing or unknown: {sorted(odd)}.")
-        kinds = get_type_hints(cls)
-        return cls(**{name: _restored(value, kinds[name]) for name, value in given.items()})
 
     @classmethod
     def checked(cls: type[R], result: Any) -> R:
@@ -95,21 +68,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
-
-
-def _restored(value: Any, kind: Any) -> Any:
-    if value is not None and kind in (Tensor, Tensor | None):
-        return torch.tensor(_values(value, math.nan), dtype=torch.float64)
-    return _values(value, None)
-
-
-def _values(value: Any, undefined: Any) -> Any:
-    """A JSON value with tuples and infinite numbers restored. undefined: the replacement for null."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_values(each, undefined) for each in value)
-    if isinstance(value, Mapping):
-        return {name: _values(each, undefined) for name, each in value.items()}
-    return undefined if value is None else INFINITE.get(value, value) if isinstance(value, str) else value
 
 
 def ranged(values: Tensor) -> str:
