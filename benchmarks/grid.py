@@ -114,8 +114,6 @@ ON_CPU = (
     Group("patch", layers=12, what="hf_posenc.patch of a BERT-base with 12 layers"),
     Group("import", what="import after `from transformers import BertModel`, in new processes"),
     Group("encode", encodings=COMMON, what="SentenceTransformer.encode, 1,000 passages of documentation, MiniLM-L6"),
-    Group("train_mlm", encodings=COMMON, what="a step of train_mlm.py, 8 texts of up to 128 tokens, MiniLM-L6, dropout 0.1"),
-    Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
     Group("load", what="a BERT of 1 GB loaded in new processes, up to the first output: stock, and patched in two ways"),
 )
 """All groups have the width of BERT-base, except those with 8,192 tokens, which have a third of it (4 heads) to save time.

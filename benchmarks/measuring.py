@@ -23,8 +23,6 @@ KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
     "patch": scale.patching,
     "import": scale.importing,
     "encode": scale.encoding,
-    "train_mlm": scale.train_mlm,
-    "distill": scale.distill,
     "load": scale.loading,
     "v4": v4.compare,
     "v4-train": v4.compare,

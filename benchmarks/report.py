@@ -47,8 +47,6 @@ HEADINGS = {
     "patch": "patch() of 12 layers",
     "import": "Import, in new processes",
     "encode": "SentenceTransformer.encode",
-    "train_mlm": "train_mlm.py, a step",
-    "distill": "distill.py, a step",
     "load": "A model of 1 GB: loaded and patched",
 }
 Groups = dict[str, Record]

@@ -1,7 +1,4 @@
-"""Measures patching, importing, loading, embedding texts, and steps of the training scripts.
-
-A training script runs until its training loop would start. Then the runs take turns, one step each.
-"""
+"""Measures patching, importing, loading, and embedding texts."""
 
 import itertools
 import json
@@ -11,15 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch as replaced
 
 import hf_posenc
-from benchmarks.comparing import DIGITS, NONE, STOCK, Record, compared, figures
+from benchmarks.comparing import DIGITS, STOCK, Record, compared, figures
 from benchmarks.grid import Group, Settings
 from benchmarks.ratios import interval
 from benchmarks.subjects import encodings, stock
@@ -137,74 +129,6 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
     for name in timed.runs:
         records[name]["texts_per_second"] = round(len(texts) / sum(timed.seconds[name]), 1)
     return records
-
-
-def train_mlm(group: Group, settings: Settings) -> dict[str, Record]:
-    """Measure a step of train_mlm.py with the original model and with patched models."""
-    from hf_posenc.training import language_modeling
-    from hf_posenc.training import train_mlm as script
-
-    flags = ("--per_device_train_batch_size", "8", "--text_length", "128")
-
-    def prepare(name: str, arguments: list[str]) -> Any:
-        chosen = [] if name == STOCK else ["--position_encoding", name]
-        return _captured(language_modeling, script.main, [*arguments, *flags, *chosen])
-
-    return _steps(prepare, group, settings)
-
-
-def distill(group: Group, settings: Settings) -> dict[str, Record]:
-    """Measure a step of distill.py with patched students, and with the original model as the student."""
-    from transformers import AutoModel
-
-    from hf_posenc.training import distill as script
-
-    flags = ("--per_device_train_batch_size", "8", "--min_text_length", "256", "--no-calibrate")
-
-    def prepare(name: str, arguments: list[str]) -> Any:
-        chosen = ["--position_encoding", NONE if name == STOCK else name]
-        given = _captured(script.loop, script.main, [*arguments, *flags, *chosen])
-        return {**given, "model": AutoModel.from_pretrained(minilm())} if name == STOCK else given
-
-    return _steps(prepare, group, settings)
-
-
-def _captured(module: Any, main: Callable[[list[str]], None], arguments: list[str]) -> dict[str, Any]:
-    """The arguments that a script passes to its training loop, the function `train` of a module."""
-    names = ("accelerator", "arguments", "task", "model", "tokenizer", "splits")
-    given: dict[str, Any] = {}
-
-    def take(*parts: Any) -> None:
-        given.update(zip(names, parts, strict=False))
-
-    with replaced.object(module, "train", take), redirect_stdout(sys.stderr):
-        main(arguments)
-    return given
-
-
-def _steps(prepare: Callable[[str, list[str]], dict[str, Any]], group: Group, settings: Settings) -> dict[str, Record]:
-    from hf_posenc.evaluation import stdlib_corpus
-    from hf_posenc.training.loop import Run as Training
-
-    with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder) / "texts.jsonl"
-        passages = stdlib_corpus.split()[1]
-        texts.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages[:4000]))
-        steps = str(settings.warmup + settings.rounds + 8)
-
-        def build(name: str) -> Run:
-            given = ["--model_name_or_path", minilm(), "--train_file", str(texts), "--max_train_steps", steps]
-            with redirect_stdout(sys.stderr):
-                run = Training(**prepare(name, [*given, "--output_dir", str(Path(folder) / name)]))
-            batches = iter(run.batches())
-
-            def step() -> None:
-                run.model.train(run.task.dropout)
-                run._step(batches)
-
-            return clocked(step, settings.device, settings.clock)
-
-        return compared([STOCK, *encodings(group, settings)], build, group, settings)[0]
 
 
 def loading(group: Group, settings: Settings) -> dict[str, Record]:

@@ -138,14 +138,6 @@ TARGETS = (
     Target("patch, 12 layers", ("patch",), lambda name, record: True, 30, "ms", limit="large tables of random numbers"),
     Target("patch, 12 layers: weights", ("patch",), lambda name, record: True, 0, "MB copied"),
     Target("import hf_posenc", ("import",), named("hf_posenc"), 150, "ms"),
-    Target("cheap encodings: train_mlm.py, a step", ("train_mlm",), is_cheap, 0.97),
-    Target(
-        "cheap encodings: distill.py, a step",
-        ("distill",),
-        is_cheap,
-        0.97,
-        limit=PADDED,
-    ),
     Target(
         "cheap encodings: SentenceTransformer.encode",
         ("encode",),
