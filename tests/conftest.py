@@ -195,12 +195,10 @@ def in_the_hubs_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def as_loud_as_before(monkeypatch):
-    """Restore the verbosity of Transformers and tqdm, which commands reduce in this process."""
+def as_loud_as_before():
+    """Restore the verbosity of Transformers, which commands reduce in this process."""
     import transformers
-    from tqdm import tqdm
 
-    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     yield
     if transformers.logging.get_verbosity() != before[0]:  # Setting it takes long, because it clears the caches of all loggers.

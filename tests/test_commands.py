@@ -447,13 +447,13 @@ def test_scripts_on_a_terminal_that_knows_ascii(monkeypatch):
     table.add_row("\N{MULTIPLICATION SIGN}1.2 \N{HORIZONTAL ELLIPSIS}")
     with pytest.raises(UnicodeEncodeError):
         Console().print(table)
-    terminals.escape_unprintable()
+    terminals.set_up()
     Console().print(table)
     sys.stdout.flush()
     assert rb"\xd71.2 \u2026" in printed.getvalue()
     for other in (None, object()):
         monkeypatch.setattr(sys, "stdout", other)
-        terminals.escape_unprintable()
+        terminals.set_up()
 
 
 def test_catalog_is_what_the_modules_define():

@@ -6,23 +6,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_posenc import progress
-
 
 def set_up() -> None:
-    """Make output work on any terminal or file. Commands and scripts call this first.
-
-    Characters that the encoding of standard output doesn't support are escaped. Without a terminal, the progress bars of all
-    libraries print at most one line every 30 seconds.
-    """
-    escape_unprintable()
-    progress.limit_other_libraries()
-
-
-def escape_unprintable() -> None:
     """Make standard output and standard error escape characters that their encoding doesn't support, for example as `\\xd7`.
 
-    Otherwise, printing a result can raise UnicodeEncodeError, and the result is lost.
+    Commands and scripts call this first. Otherwise, printing a result can raise UnicodeEncodeError, and the result is lost.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

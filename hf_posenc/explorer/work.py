@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HTTPError
 
-from hf_posenc import _compat, progress
+from hf_posenc import _compat
 from hf_posenc.explorer.budget import Budget, Refused
 
 EXPECTED = (ValueError, OSError, ImportError, HTTPError)
@@ -97,7 +97,6 @@ def _context() -> Any:
 def _work(
     sender: Connection, scratch: str, budget: Budget, function: Callable[..., Iterable[Any]], args: tuple[Any, ...]
 ) -> None:
-    progress.limit_other_libraries()
     tempfile.tempdir = scratch  # removed after the request
     torch.set_num_threads(1)  # leaves the other cores to other visitors
     if hasattr(signal, "SIGXFSZ"):
