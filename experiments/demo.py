@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from experiments import eval_results
 from experiments.retrieval_by_length import BAG, cases
 from experiments.stdlib_retrieval import bag_of_words, embedded
 from hf_posenc.diagnostics.figures import LIGHT
@@ -113,7 +112,6 @@ def main() -> None:
         "teacher_checksum": record["teacher_checksum"],
     }
     records.write(checkpoint / "results.json", results)
-    records.add(checkpoint, eval_results.of_demo(records.read(checkpoint / "results.json")))
     draw(scores, results["deep"], checkpoint / "results.png")
     console.print(table(scores, results["deep"], results["deep_differences"]))
     minutes, rest = divmod(seconds["all"], 60)

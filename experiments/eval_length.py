@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
-from experiments import eval_results, length_figures, stdlib_retrieval
+from experiments import length_figures, stdlib_retrieval
 from experiments.data import pages
 from experiments.length_tables import tables
 from experiments.needles import BOUNDARY, NAMES, OBJECTS, chance
@@ -63,7 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--window", type=int, help="truncation and chunk length for models that need neither")
     add("--seed", type=int, default=0, help="seed for documents, sentences, facts, and depths")
     add("--output_dir", type=Path, required=True)
-    add("--add_to_models", action="store_true", help=f"scores also written to each model's {records.FILE}, for its model card")
     arguments = parser.parse_args()
     arguments.lengths = sorted({*arguments.lengths})
     given = (
@@ -93,7 +92,7 @@ def is_language_model(path: str) -> bool:
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
 
 
-def named(given: list[str], add_to_models: bool) -> dict[str, str]:
+def named(given: list[str]) -> dict[str, str]:
     """Name -> directory or Hub ID."""
     paths: dict[str, str] = {}
     for each in given:
@@ -101,8 +100,6 @@ def named(given: list[str], add_to_models: bool) -> dict[str, str]:
         name = name or path
         if name in paths:
             raise SystemExit(f"two models are called {name!r}: give one another name, as name=folder")
-        if add_to_models and not Path(path).is_dir():
-            raise SystemExit(f"--add_to_models writes into the models' folders, and {path} is none")
         paths[name] = path
     return paths
 
@@ -143,7 +140,7 @@ def load_texts(arguments: argparse.Namespace, tokenizer: Any) -> Texts:
 
 def main() -> None:
     arguments, console = parse_arguments(), Console()
-    paths = named(arguments.models, arguments.add_to_models)
+    paths = named(arguments.models)
     languages = {name for name, path in paths.items() if is_language_model(path)}
     tasks = arguments.tasks or [*(RETRIEVAL if languages != {*paths} else ()), *(["perplexity"] if languages else ())]
     if "perplexity" in tasks and languages != {*paths}:
@@ -203,8 +200,6 @@ def main() -> None:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     records.write(arguments.output_dir / "length.json", record)
     written = records.read(arguments.output_dir / "length.json")
-    for name, path in paths.items() if arguments.add_to_models else ():
-        records.add(Path(path), eval_results.of_lengths(written, name))
     length_figures.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
         length_figures.needle(written, path=arguments.output_dir / "needle.png")

@@ -208,18 +208,13 @@ def test_a_full_disk_changes_nothing(tmp_path, there):
 # One file, replaced completely or not at all.
 
 
-def add_results(folder):
-    result = {"model": "new", "task": "t", "metric": "m", "length": 1, "dataset": {"name": "d" * 20_000}}
-    records.add(folder, [result])
-
-
 def write_card(folder):
     cards = CliRunner().invoke(app, ["--debug", "model-card", str(folder), "--output", str(folder / "README.md")])
     raise cards.exception
 
 
 WRITERS = {
-    "evaluation.json": add_results,
+    "evaluation.json": lambda folder: records.write(folder / "evaluation.json", {"name": "d" * 20_000}),
     "README.md": write_card,
     "study.json": lambda folder: study.write(folder / "study.json", {"rows": ["row"] * 5000}),
     "figure.svg": lambda folder: plots.waves("sinusoidal", path=folder / "figure.svg"),

@@ -1,6 +1,6 @@
 """JSON records of training runs and experiments, and evaluation.json, which model cards and hf_posenc.push_to_hub read.
 
-`of_training` and experiments/eval_results.py convert records to results for evaluation.json.
+`of_training` converts the record of a training run to results for evaluation.json.
 """
 
 import json
@@ -50,19 +50,6 @@ def fill(page: Path, markers: tuple[str, str], text: str) -> None:
 
 def read(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def add(folder: Path, results: list[Record]) -> None:
-    """Add results to evaluation.json in a model's directory. They replace results with the same key."""
-    file = folder / FILE
-    before = read(file) if file.exists() else {}
-    together = {key(result): result for result in [*before.get("results", []), *results]}
-    write(file, {**before, "results": list(together.values())})
-
-
-def key(result: Record) -> tuple[Any, ...]:
-    """The values that identify a result."""
-    return (*(result[name] for name in ("model", "task", "metric", "length")), *sorted(result["dataset"].items()))
 
 
 def command(*arguments: str) -> str:
