@@ -20,12 +20,6 @@ from benchmarks.grid import HEAD_DIM, Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.subjects import about, encodings, inputs, patched, stock
 from benchmarks.timing import CLOCKS, Run, synchronize
-from benchmarks.v4 import RelativeKey
-
-V4 = "4.57's relative_key"
-"""An original model with the formula of Transformers 4.57."""
-LONGEST_V4 = 2048
-"""Maximum length for that formula. For longer texts, it needs more memory than most machines have."""
 
 
 class Alone:
@@ -102,24 +96,19 @@ class Alone:
 
 
 def compare(group: Group, settings: Settings) -> dict[str, Record]:
-    """Compare the attention of the original model with that of each encoding, and with v4's formula for Shaw's encoding."""
+    """Compare the attention of the original model with that of each encoding."""
     host, abouts = stock(group, settings, intermediate_size=HEAD_DIM), {}
     subjects: dict[str, Alone] = {}
 
     def build(name: str) -> Run:
         model = host
-        if name == V4:
-            model = RelativeKey.of(stock(group, settings, intermediate_size=HEAD_DIM), group.length)
-        elif name != STOCK:
+        if name != STOCK:
             model = patched(host, name, group, settings)
             abouts[name] = about(model)
         subjects[name] = Alone(model, group, settings)
         return subjects[name].run
 
-    names = [STOCK, *encodings(group, settings)]
-    if "shaw" in names and group.length <= LONGEST_V4 and settings.device == "cpu":
-        names.append(V4)
-    records, timed = compared(names, build, group, settings)
+    records, timed = compared([STOCK, *encodings(group, settings)], build, group, settings)
     for name in timed.runs:
         records[name]["peak_mb"] = subjects[name].peak_mb()
     return {name: {**abouts.get(name, {}), **record} for name, record in records.items()}

@@ -50,7 +50,7 @@ def measured(group: Group, settings: Settings) -> Any:
             return pool.submit(_measure, group, settings).result()
         except BrokenProcessPool:
             return failed(group, "its process died: too little memory?")
-        except Exception as error:  # in the setup of the group, such as a second environment, so other groups continue
+        except Exception as error:  # in the setup of the group, so other groups continue
             return failed(group, f"{type(error).__name__}: {error}"[:300])
 
 
@@ -108,7 +108,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
     add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="finished groups, for --resume")
-    add("--v4_env", type=Path, default=ROOT / "build" / "v4", help="the environment with Transformers 4.57, made if missing")
     add(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -146,7 +145,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     modules = tuple(name for names in arguments.modules for name in names.split(",") if name)
     if arguments.rehearse:
         given |= {"device": "cpu", "rounds": 1, "warmup": 0}
-    return Settings(**given, encodings=chosen, modules=modules, environment=str(arguments.v4_env.resolve()))
+    return Settings(**given, encodings=chosen, modules=modules)
 
 
 def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
@@ -226,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def shared_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags that determine what is measured, and how, for another process."""
-    names = ("device", "groups", "encodings", "rounds", "warmup", "threads", "clock", "seed", "v4_env")
+    names = ("device", "groups", "encodings", "rounds", "warmup", "threads", "clock", "seed")
     flags = [each for name in names if (value := getattr(arguments, name)) is not None for each in (f"--{name}", str(value))]
     return [*flags, *(each for name in arguments.modules for each in ("--import", name)), *["--quick"] * arguments.quick]
 

@@ -31,7 +31,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
     if not chosen:
         raise ValueError(f"The record has none of the groups {', '.join(KINDS)} for BERT, which this figure shows.")
     found = {name for in_panel in chosen.values() for group in in_panel for name in group["subjects"]} - {STOCK, NONE}
-    names = [NONE, *sorted(name for name in found if "'" not in name)]  # without "4.57's relative_key"
+    names = [NONE, *sorted(found)]
     columns = min(2, len(chosen))
     rows = -(-len(chosen) // columns)
     sheet = Sheet(

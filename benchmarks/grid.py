@@ -16,7 +16,6 @@ class Settings:
     clock: a key of `timing.CLOCKS`.
     encodings: the encodings to measure. Empty for all.
     modules: modules that define encodings, imported first.
-    environment: directory of the environment with Transformers 4.57, which is created if it doesn't exist.
     """
 
     device: str = "cpu"
@@ -27,7 +26,6 @@ class Settings:
     seed: int = 0
     encodings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    environment: str = "build/v4"
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,6 @@ ON_CPU = (
     Group("x-transformers", 2048),
     Group("rotation", 512, batch=4),
     Group("rotation", 2048),
-    Group("v4", 512),
-    Group("v4", 2048, layers=1),
-    Group("v4-train", 512),
     Group("patch", layers=12, what="hf_posenc.patch of a BERT-base with 12 layers"),
     Group("import", what="import after `from transformers import BertModel`, in new processes"),
     Group("encode", encodings=COMMON, what="SentenceTransformer.encode, 1,000 passages of documentation, MiniLM-L6"),

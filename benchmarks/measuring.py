@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import attention, peers, scale, v4, whole
+from benchmarks import attention, peers, scale, whole
 from benchmarks.comparing import Record
 from benchmarks.grid import Group, Settings
 
@@ -24,8 +24,6 @@ KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
     "import": scale.importing,
     "encode": scale.encoding,
     "load": scale.loading,
-    "v4": v4.compare,
-    "v4-train": v4.compare,
 }
 """Kind -> function that returns a record for each subject of a group."""
 

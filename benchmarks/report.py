@@ -42,8 +42,6 @@ HEADINGS = {
     "attention-train": "Attention alone, forward and backward",
     "x-transformers": "Compared with x-transformers",
     "rotation": "Compared with rotary-embedding-torch: one tensor of queries rotated",
-    "v4": "Shaw's encoding compared with Transformers 4.57: forward",
-    "v4-train": "Shaw's encoding compared with Transformers 4.57: forward and backward",
     "patch": "patch() of 12 layers",
     "import": "Import, in new processes",
     "encode": "SentenceTransformer.encode",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.attention import V4
 from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.peers import THEIRS
 from benchmarks.scale import AFTERWARDS
@@ -40,8 +39,8 @@ class Target:
 
     groups: the groups in which it is measured.
     applies: whether it applies to a subject.
-    unit: the measurement that is compared with the bound. "x" is the throughput, "x time" the time, and "x memory" the peak
-        memory, each relative to `against`. "MB more" is the peak memory in addition to that of `against`. "ms" is the time, and
+    unit: the measurement that is compared with the bound. "x" is the throughput, and "x time" the time, each
+        relative to `against`. "MB more" is the peak memory in addition to that of `against`. "ms" is the time, and
         "MB copied" the size of copied weights. "graph breaks" and "recompilations" are in addition to those of `against`.
     limit: what takes the additional time. The page shows it if the target is missed.
     """
@@ -118,8 +117,6 @@ TARGETS = (
     Target("shaw: forward, bf16", _shapes("forward", (512, 2048), ("bf16",)), named("shaw"), 0.9, limit=PRODUCTS),
     Target("deberta: forward, bf16", _shapes("forward", (512, 2048), ("bf16",)), named("deberta"), 0.85, limit=PRODUCTS),
     Target("shaw: training, 512", ("train-512-fp32",), named("shaw"), 0.92, limit=PRODUCTS),
-    Target("shaw: memory of a forward pass, 2048", ("attention-2048-fp32",), named("shaw"), 1 / 20, "x memory", V4),
-    Target("shaw: memory of training, 2048", ("attention-train-2048-fp32",), named("shaw"), 1 / 4, "x memory", V4),
     *(
         Target(f"{name}: against x-transformers, 512", ("x-transformers-512-fp32",), named(name), bound, against=THEIRS + name)
         for name, bound in (("alibi", 0.97), ("rope", 0.97), ("t5", 1.3))
@@ -204,6 +201,4 @@ def _figure(target: Target, record: Record, other: Record) -> tuple[float, tuple
         return record[name] - other[name], None
     if "peak_mb" not in other:
         return None
-    if target.unit == "x memory":
-        return record["peak_mb"] / other["peak_mb"], None
     return record["peak_mb"] - other["peak_mb"], None

@@ -1,7 +1,6 @@
 """Times several subjects in interleaved rounds. In each round, every subject runs once, in random order.
 
-Other load on the machine affects all subjects of a round, so subjects are compared within rounds. This module needs only torch,
-because v4_worker.py uses it with another version of Transformers.
+Other load on the machine affects all subjects of a round, so subjects are compared within rounds.
 """
 
 import gc

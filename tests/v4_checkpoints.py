@@ -15,7 +15,9 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("transformers==4.57.*", "huggingface_hub<1", "tokenizers>=0.22,<0.23")
 KINDS = ("relative_key", "relative_key_query")
 LENGTH, WIDTH, VOCABULARY = 10, 8, 12
 SIZES = {
@@ -65,14 +68,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Directory -> the class of its model, and the config values that are added to SIZES."""
 
 
+def environment(folder: Path) -> Path:
+    """The interpreter of the second environment, which is created if it doesn't exist."""
+    python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    done = folder / "installed"
+    if not done.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
+        (site,) = folder.glob("[Ll]ib/**/site-packages")
+        (site / "zz_shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        done.write_text(" ".join(PACKAGES))
+    return python
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=ROOT / "tests" / "v4", help="replaced, folder by folder")
-    parser.add_argument("--v4_env", type=Path, default=ROOT / "build" / "v4", help="as of bench.py; made if missing")
+    parser.add_argument(
+        "--v4_env", type=Path, default=ROOT / "build" / "v4", help="environment with Transformers 4.57, made if missing"
+    )
     given = parser.parse_args()
     if not transformers.__version__.startswith("4."):
         sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
-        from benchmarks.v4 import environment  # needs Transformers 5
 
         command = [environment(given.v4_env.resolve()), __file__, "--output_dir", given.output_dir]
         subprocess.run([str(part) for part in command], check=True)
