@@ -412,24 +412,3 @@ def test_the_page_shows_the_kept_results():
             for task in ("title", "beyond 512")
         ]
         assert f"| {shown} | {' | '.join(figures)} |" in page
-
-
-def test_extensions_are_put_side_by_side():
-    """Groups of models with the same questions are rows of one table. Short lengths have only the questions by title."""
-    from experiments import extensions
-
-    def record(lengths, name, value):
-        scores = {length: {"minilm, truncated at 512": {"mrr": 0.5}, name: {"mrr": value}} for length in lengths}
-        gaps = {length: {name: {"value": value - 0.5, "interval": [0.0, 0.25]}} for length in lengths}
-        return {"scores": {"title": scores, "deep": scores}, "differences": {"title": gaps, "deep": gaps}}
-
-    found = [(1024, record(["512", "1024"], "linear", 0.625)), (1024, record(["1024"], "trained", 0.75))]
-    table = extensions.rows(found)
-    assert table["linear"] == dict.fromkeys(["title, 512", "title, 1024", "deep, 1024"], "0.625 (+0.125 [+0.00, +0.25])")
-    assert table["trained"] == dict.fromkeys(["title, 1024", "deep, 1024"], "0.750 (+0.250 [+0.00, +0.25])")
-    assert table["minilm, truncated at 512"]["deep, 1024"] == "0.500"
-    tables = extensions.shown(found)
-    assert [[column.header for column in each.columns][1:] for each in tables] == [
-        ["title, 512", "title, 1024"],
-        ["deep, 1024"],
-    ]
