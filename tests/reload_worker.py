@@ -1,5 +1,6 @@
 """A new process that loads saved models and lists the problems with each."""
 
+import copy
 import json
 import sys
 import warnings
@@ -12,26 +13,31 @@ import hf_posenc
 from memory import poison_empty
 
 
+def loaded(auto, path, **more):
+    """A model in memory of its own. In a file, tensors begin at other alignments, which changes the last bits of outputs."""
+    return copy.deepcopy(auto.from_pretrained(path, **more))
+
+
 @torch.no_grad()
 def problems(path):
     """The names of all checks of the models in a directory, and whether they pass."""
     expected = torch.load(path / "expected.pt")
     WithHead, inputs = getattr(transformers, expected["auto"]), expected["inputs"]
-    model = WithHead.from_pretrained(path / "head")
+    model = loaded(WithHead, path / "head")
     yield "with head", torch.equal(model(**inputs)[0], expected["head"])
     yield "experts", getattr(model.config, "_experts_implementation", None) == expected["experts"]
     if expected["half"] is not None:
-        half = WithHead.from_pretrained(path / "head", dtype=torch.bfloat16)
+        half = loaded(WithHead, path / "head", dtype=torch.bfloat16)
         yield "half precision", half.dtype == torch.bfloat16 and torch.equal(half(**_half(inputs))[0], expected["half"])
     if expected["bare"] is not None:
-        bare = transformers.AutoModel.from_pretrained(path / "bare")
+        bare = loaded(transformers.AutoModel, path / "bare")
         yield "bare", torch.equal(bare(**inputs)[0], expected["bare"])
         yield (
             "head loaded as bare",
-            torch.equal(transformers.AutoModel.from_pretrained(path / "head")(**inputs)[0], expected["bare"]),
+            torch.equal(loaded(transformers.AutoModel, path / "head")(**inputs)[0], expected["bare"]),
         )
     if expected["other"]:
-        other = getattr(transformers, expected["other"]).from_pretrained(path / "bare")
+        other = loaded(getattr(transformers, expected["other"]), path / "bare")
         yield "bare with another head", torch.equal(other.base_model(**inputs)[0], expected["bare"])
         yield (
             "the other head",
