@@ -1,7 +1,11 @@
 """Attention implementations, data types, compilation, and devices."""
 
+import copy
+import functools
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -54,6 +58,41 @@ def test_each_mask_gets_the_bias():
     merged = [bias_backends.biased_mask(call) for call in calls]
     assert merged[0] is merged[2] and (merged[0] > -10).all()
     assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in Transformers' own flex code
+@torch.no_grad()
+def test_each_mask_of_flex_attention_applies_to_its_layer():
+    """A model may make a block mask for each layer, at the address of the previous one."""
+    model, ids, index = patched("bert", {"type": "shaw", "terms": "keys+values"}), tokens(), torch.arange(11)
+    shown = [lambda b, h, q, k: k < 5, lambda b, h, q, k: k > 5]
+    addresses = []
+
+    def dense(shows):
+        return torch.where(shows(0, 0, index[:, None], index), 0.0, -torch.inf).expand(1, 1, 11, 11)
+
+    def blocks(shows):
+        made = [create_block_mask(shows, 1, 1, 11, 11, device="cpu")]
+        while addresses and id(made[-1]) not in addresses and len(made) < 200:
+            made.append(copy.copy(made[0]))
+        addresses.append(id(made[-1]))
+        return made[-1]
+
+    def give(make, number, module, args, kwargs):
+        return args, {**kwargs, "attention_mask": make(shown[number])}
+
+    found = []
+    for implementation, make in (("eager", dense), ("flex_attention", blocks)):
+        model.set_attn_implementation(implementation)
+        attentions = [layer.attention.self for layer in model.encoder.layer]
+        hooks = [
+            attention.register_forward_pre_hook(functools.partial(give, make, number), with_kwargs=True)
+            for number, attention in enumerate(attentions)
+        ]
+        found.append(first(model(ids)))
+        for hook in hooks:
+            hook.remove()
+    assert_close(*found)
 
 
 def test_a_backend_that_would_drop_the_bias(monkeypatch):

@@ -150,6 +150,16 @@ def test_a_decoder_with_a_mask_of_its_own_stays_causal():
     assert_close(first(model(ids[:, :8])), first(model(ids))[:, :8])
 
 
+@pytest.mark.parametrize("encoding", ["alibi", "shaw", "relative_key_query", "rope"])
+@torch.no_grad()
+def test_a_decoder_whose_attention_has_no_causal_flag(encoding):
+    """Transformers' SDPA function then masks the future itself, and gets no mask."""
+    model, ids = hf_posenc.patch(tiny("LlamaModel"), encoding), tokens(2, 12)
+    for layer in model.layers:
+        del layer.self_attn.is_causal
+    assert_close(first(model(ids[:, :8])), first(model(ids))[:, :8])
+
+
 @torch.no_grad()
 def test_only_the_decoder_of_two_stacks_follows_the_flag():
     model = hf_posenc.patch(tiny("BartModel", is_causal=False), "t5")

@@ -285,6 +285,23 @@ def biased_by_hand(model, bias):
     return model
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_bias_that_hides_all_shown_keys_leaves_padding_hidden(own_registry, implementation):
+    """If a query is far from all tokens of the source, its cross-attention doesn't use padding instead."""
+
+    class Window(hf_posenc.PositionEncoding, type="window-in-test"):
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > 2, -torch.inf, 0.0)[None]
+
+    model = hf_posenc.patch(stock("bart"), "window-in-test", where="cross")
+    model.set_attn_implementation(implementation)
+    source, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[:, 3:] = 0
+    expected = outputs(model, source, tokens(2, 12), attention_mask=mask)
+    assert_equal(outputs(model, source.where(mask == 1, 7), tokens(2, 12), attention_mask=mask), expected)
+
+
 @some_pairs
 @torch.no_grad()
 def test_cross_attention_sees_the_distance_of_positions(pair, tmp_path):

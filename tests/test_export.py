@@ -119,6 +119,21 @@ def test_one_compiled_graph_serves_all_lengths(max_length):
     assert graphs.frame_count == 2, "one for the first length, one for all others"
 
 
+@torch.no_grad()
+def test_compiled_decoders_evaluate_each_distance_once():
+    """With a mask, too, for which a graph can't know whether tokens are consecutive. T5's buckets need logarithms."""
+
+    torch._dynamo.reset()
+    model, inputs, sizes = ready("llama", "t5"), padded(2, 11), []
+
+    def backend(graph, _):
+        sizes.extend(node.meta["example_value"].numel() for node in graph.graph.nodes if node.target is torch.log)
+        return graph
+
+    assert_same(first(torch.compile(model, backend=backend, fullgraph=True)(**inputs)), model, inputs)
+    assert sizes and max(sizes) <= 2 * 11
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_compiled_models_store_no_bias_on_all_pairs(trained):
     """Without a mask, they read distance biases from a view of one row, in one graph for all lengths."""

@@ -337,13 +337,13 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     total = None
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    whole = query, key
+    whole, here = (query, key), context.on(query.device)
     query, key = context.strip_extra(query), context.strip_extra(key)  # type: ignore[assignment]
     for encoding in encodings:
         verbs = encoding.mechanisms()
         for term in (
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
-            encoding("score_bias", *(whole if encoding.observes else (query, key)), context) if "score_bias" in verbs else None,
+            encoding("score_bias", *(whole if encoding.observes else (query, key)), here) if "score_bias" in verbs else None,
         ):
             if term is not None:
                 if term.ndim != 4:
@@ -352,6 +352,7 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
                         "may be 1."
                     )
                 _check_heads(encoding, term[0], query.shape[1])
+                term = term.to(query.device)
                 total = term if total is None else total + term
     if total is not None and context.has_extra_tokens:
         total = context.pad_extra(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
@@ -406,7 +407,7 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
         values = _by_distance(encoding, distance) if "distance_bias" in encoding.mechanisms() else None
         if values is not None:
             _check_heads(encoding, values, heads)
-            total = values if total is None else total + values
+            total = values if total is None else total + values.to(total.device)
     return total
 
 
@@ -427,20 +428,17 @@ def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
 
 
 def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    if context.is_contiguous:
-        return _toeplitz_bias(encoding, queries, keys, context)
-    return _general_bias(encoding, keys, context)
-
-
-def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    """The bias `[1, H, Q, K]`, from one value for each of the Q + K - 1 distances."""
+    """The bias `[1, H, Q, K]`, or `[B, H, Q, K]` for non-consecutive positions."""
+    if not context.is_contiguous:
+        return _general_bias(encoding, queries, keys, context)
+    # One value for each of the Q + K - 1 distances.
     distance = _distances(queries, keys, context)
     bias = _by_distance(encoding, distance)
     if bias is None:
         return None
     if torch.compiler.is_compiling():
         # unfold takes its length as a plain int, so a traced graph would support only this length.
-        index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
+        index = torch.arange(keys, device=bias.device) - torch.arange(queries, device=bias.device)[:, None]
         return bias[:, index + (queries - 1)][None]
     # SDPA copies a transposed bias in every layer, so the bias must be contiguous. It must also be detached: a bias that
     # requires gradients prevents the fast kernel, even if gradients are disabled.
@@ -448,11 +446,17 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
     return bias.contiguous().unfold(-1, keys, 1).flip(1)[None]
 
 
-def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
+def _general_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     """The bias `[1 or B, H, Q, K]` for non-consecutive positions, as in packed sequences or with explicit `position_ids`."""
     distance = context.distances(keys)
-    bias = _by_distance(encoding, distance.flatten())
-    return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
+    if context.counted and queries > 1:  # One value for each distance, read by index.
+        longest = context.keys.shape[1]
+        bias = _by_distance(encoding, torch.arange(-longest, longest, device=distance.device))
+        bias = None if bias is None else bias[:, distance + longest]
+    else:
+        bias = _by_distance(encoding, distance.flatten())
+        bias = None if bias is None else bias.unflatten(-1, distance.shape)
+    return None if bias is None else bias.movedim(0, 1)
 
 
 def biased_mask(call: AttentionCall) -> Tensor | None:
@@ -466,17 +470,20 @@ def biased_mask(call: AttentionCall) -> Tensor | None:
         return mask
     _check_mask(mask)
     causal = mask is None and query.shape[2] > 1 and call.is_causal
+    here = context.on(query.device)
 
     def compute() -> Tensor | None:
         bias = score_bias(biasing, query, key, context)
-        return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
+        # A bias of -inf must hide keys less than a mask does. If it hides all keys that a mask shows, the mask still counts.
+        least = torch.finfo(query.dtype).min / 2
+        return mask if bias is None else _merged(bias.to(query.dtype).clamp(min=least), mask, causal, here)
 
     by_content = any(encoding.reads_content for encoding in call.scoring)
     if by_content or not all(encoding._is_shared() for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
     # Masks are compared by identity, because models pass the same mask to all layers of a kind.
-    known = context.cached("masks", list)
+    known = here.cached("masks", list)
     for other, built_for, merged in known:
         if other is mask and built_for == wanted:
             return merged
@@ -496,7 +503,7 @@ def additive_mask(call: AttentionCall) -> Tensor:
     if isinstance(mask := call.mask, BlockMask):  # the mask of flex attention
         mask_mod, (batch, heads, *_) = mask.mask_mod, mask.shape
         dense = context.cached(
-            ("mask of blocks", id(mask), queries, keys),
+            ("mask of blocks", mask, queries, keys),
             lambda: create_mask(mask_mod, batch, heads, queries, keys, device=query.device),
         )
         call = replace(call, mask=dense)

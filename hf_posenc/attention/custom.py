@@ -136,11 +136,23 @@ def block_token_axis(module: nn.Module) -> int:
 
 def install(module: Any) -> None:
     """Replace the forward method of such an attention with one that applies the encoding."""
+    _replace_forward(module)
+    module._replicate_for_data_parallel = partial(_replica, module)
+    if isinstance(module, nn.MultiheadAttention):
+        module.register_forward_pre_hook(call_attention)
+
+
+def _replace_forward(module: Any) -> None:
     row = row_of(module)
     assert row is not None and row.forward is not None, f"{type(module).__name__} has no row"
     module.forward = partial(row.forward, module)
-    if isinstance(module, nn.MultiheadAttention):
-        module.register_forward_pre_hook(call_attention)
+
+
+def _replica(module: Any) -> Any:
+    """A replica for nn.DataParallel, whose forward method uses its own tensors."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    _replace_forward(replica)
+    return replica
 
 
 def call_attention(module: nn.Module, args: Any) -> None:

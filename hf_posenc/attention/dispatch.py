@@ -195,6 +195,7 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
 
     Those of extra tokens don't change. If an encoding changes the width, extra tokens are rotated as at position 0.
     """
+    context = context.on((key if query is None else query).device)
     rotated = _rotated_by_all(module, context.strip_extra(query), context.strip_extra(key), context)
     given = [(new, old) for new, old in zip(rotated, (query, key), strict=True) if new is not None]
     if context.has_extra_tokens and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
@@ -204,10 +205,11 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
 
 
 def _rotated_by_all(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
+    device = context.positions.device
     for encoding in active_encodings(module, context):
         if "rotate" in encoding.mechanisms():
             query, key = encoding("rotate", query, key, context)
-    return query, key
+    return tuple(states if states is None else states.to(device) for states in (query, key))  # type: ignore[return-value]
 
 
 def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
@@ -329,7 +331,9 @@ def attend(
     own_bias = kwargs.get("position_bias")
     if isinstance(own_bias, float) or (isinstance(own_bias, Tensor) and own_bias.numel() == 1):  # disabled
         kwargs["position_bias"] = None
-    is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    # Without the attribute, Transformers' SDPA function masks the future, and the mask of all other functions does.
+    default = getattr(module, "is_causal", implementation == "sdpa")
+    is_causal = default if kwargs.get("is_causal") is None else kwargs["is_causal"]
     call = AttentionCall(module, query, key, value, attention_mask, encodings, context, bool(is_causal), kwargs)
     if any(encoding.needs_attention_weights() for encoding in encodings):
         call.is_causal &= implementation != "flex_attention"  # Its mask already includes the causal mask.
@@ -379,6 +383,7 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
     Extra tokens don't contribute to it, and their terms are 0. Raises ValueError if the size of the vectors differs from that
     of the values.
     """
+    context = context.on(weights.device)
     weights = cast(Tensor, context.strip_extra(context.strip_extra(weights), dim=3))
     wanted = (*weights.shape[:3], value_head_dim)
     total = weights.new_zeros(())
@@ -390,7 +395,7 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
                 "queries, size of the values). If the values of this model have another size than its keys, use an encoding "
                 "without value vectors."
             )
-        total = total if term is None else total + term
+        total = total if term is None else total + term.to(weights.device)
     return context.pad_extra(total.expand(wanted).mT, dims=1).mT
 
 

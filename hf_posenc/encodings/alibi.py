@@ -53,11 +53,11 @@ class ALiBi(PositionEncoding, type="alibi"):
                 "Use 'symmetric' or 'asymmetric'."
             )
         if self.slopes == "learned":
-            self.weight = nn.Parameter(torch.tensor(self._fixed_slopes()))
+            self.weight = nn.Parameter(self._fixed_slopes().to(torch.get_default_dtype()))
 
     def distance_bias(self, distance: Tensor) -> Tensor:
         learned = self.slopes == "learned"
-        slopes = self.weight if learned else torch.tensor(self._fixed_slopes(), dtype=torch.float32, device=distance.device)
+        slopes = self.weight if learned else self._fixed_slopes(distance.device).float()
         if self.sides == "asymmetric":
             return -torch.where(distance > 0, slopes[1, :, None], slopes[0, :, None]) * distance.abs()
         bias = -slopes[:, None] * distance.abs()
@@ -66,25 +66,23 @@ class ALiBi(PositionEncoding, type="alibi"):
         heads = torch.arange(len(slopes), device=distance.device)[:, None]
         return bias.masked_fill(torch.where(heads < _first_half(len(slopes)), distance > 0, distance < 0), UNSEEN)
 
-    def _fixed_slopes(self) -> list[float] | list[list[float]]:
-        """Slopes `[H]`, or `[2, H]` for asymmetric."""
+    def _fixed_slopes(self, device: torch.device | None = None) -> Tensor:
+        """Slopes `[H]`, or `[2, H]` for asymmetric. They are computed on the device, because a copy would wait for a GPU."""
         heads = self.geometry.num_attention_heads
-        if self.sides == "asymmetric":
-            earlier = alibi_slopes(heads)
-            return [earlier, [math.sqrt(2) * slope for slope in earlier]]
         if self.sides == "one_sided":
             first = _first_half(heads)
-            return alibi_slopes(first) + alibi_slopes(heads - first)
-        return alibi_slopes(heads)
+            return torch.cat([alibi_slopes(first, device), alibi_slopes(heads - first, device)])
+        slopes = alibi_slopes(heads, device)
+        return torch.stack([slopes, math.sqrt(2) * slopes]) if self.sides == "asymmetric" else slopes
 
 
 def _first_half(heads: int) -> int:
     return (heads + 1) // 2
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The slopes m_1 … m_n of the paper's section 3."""
+def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
+    """The slopes m_1 … m_n of the paper's section 3, float64."""
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    between = [2 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
-    return slopes + between[: num_heads - power]
+    exponents = torch.arange(1, power + 1, dtype=torch.float64, device=device) * (-8 / power)
+    between = exponents[: num_heads - power] + 4 / power
+    return torch.exp2(torch.cat([exponents, between]))

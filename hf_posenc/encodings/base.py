@@ -218,13 +218,19 @@ class PositionEncoding(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, verb: str, *args: Any) -> Any:
-        """Calls a mechanism by name and returns its result."""
+        """Calls a mechanism by name and returns its result, on the device of the parameters."""
         # Accelerate loads offloaded weights when a module is called. Some submodules, such as a ParameterList, are only read.
         within: list[Any] = [module for module in self.modules() if module is not self] if self._modules else []
         read = [(module, accelerate_hook(module)) for module in within if accelerate_hook(module) is not None]
         for module, hook in read:
             hook.pre_forward(module)
         try:
+            home = next((each.device for each in (*self.parameters(), *self.buffers(recurse=False))), None)
+            if home is not None:
+                args = tuple(
+                    each.to(home) if isinstance(each, Tensor) else each.on(home) if isinstance(each, PositionContext) else each
+                    for each in args
+                )
             result = getattr(self, verb)(*args)
         finally:
             for module, hook in read:
@@ -347,9 +353,12 @@ class PositionEncoding(nn.Module):
 
     def is_trained(self) -> bool:
         """Whether gradients, or forward-mode derivatives, of the current computation may reach the parameters."""
+        # Replicas of nn.DataParallel have tensors instead of parameters.
+        own = (getattr(module, "_former_parameters", module._parameters) for module in self.modules())
+        parameters = [each for tensors in own for each in tensors.values() if each is not None]
         if is_in_forward_mode():
-            return next(self.parameters(), None) is not None
-        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+            return bool(parameters)
+        return torch.is_grad_enabled() and any(each.requires_grad for each in parameters)
 
     def _is_shared(self) -> bool:
         """Whether all layers of a forward pass have the same bias, without gradients."""

@@ -71,8 +71,9 @@ class PositionContext:
     positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache). Empty in models
         that compute their tokens from an image or audio, until `with_length` sets them.
     past: number of cached keys. An int, or a 0-dim tensor for static caches.
-    start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys increase by one.
+    start: `[1 or B, 1]`, or 0, the index of the key at position 0, from which the positions of keys increase by one.
     keys: `[1 or B, K]`, the positions of all keys if they don't increase by one. Otherwise None: indices give the distances.
+    counted: whether `keys` count the tokens that a mask shows, so that no distance exceeds their number.
     computed: results of `cached`.
     first_keys: by layer, the index of the first key that the cache still holds. It is above 0 after a sliding window has
         dropped keys. Empty if the cache holds all keys.
@@ -87,8 +88,9 @@ class PositionContext:
     encoding: Any
     positions: Tensor
     past: int | Tensor
-    start: Tensor
+    start: Tensor | int
     keys: Tensor | None = None
+    counted: bool = False
     computed: dict[Any, Any] = field(default_factory=dict)
     first_keys: tuple[int, ...] = ()
     scaling: float | Tensor = 1.0
@@ -105,6 +107,14 @@ class PositionContext:
     @property
     def has_extra_tokens(self) -> bool:
         return self.patches is not None and any(self.patches.extra_tokens)
+
+    def on(self, device: torch.device) -> "PositionContext":
+        """The same context with its tensors on a device. All calls on one device share `computed`."""
+        if self.positions.device == device:
+            return self
+        computed = self.cached(("on", device), dict)
+        changes = {name: _moved(value, device) for name, value in vars(self).items() if name != "encoding"}
+        return replace(self, **{**changes, "computed": computed})
 
     def record(self, **changes: Any) -> None:
         """Change the layout of patches. Hooks call it during the forward pass."""
@@ -263,7 +273,7 @@ class PositionContext:
         """Positions of keys, `[1 or B, K]`. Keys at negative positions are padding."""
         index = torch.arange(length, device=self.positions.device) + self.first_key
         if self.keys is None:
-            return index - self.start
+            return index[None] - self.start
         # A static cache is still empty after the last key.
         return self.keys[:, index.clamp(max=self.keys.shape[1] - 1)]
 
@@ -297,6 +307,13 @@ class PositionContext:
     def distances(self, keys: int) -> Tensor:
         """Key position - query position, `[1 or B, Q, K]`."""
         return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A field of a context with its tensors on a device."""
+    if isinstance(value, (PatchLayout, CrossContext)):
+        return replace(value, **{name: each.to(device) for name, each in vars(value).items() if isinstance(each, Tensor)})
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class _Current(threading.local):

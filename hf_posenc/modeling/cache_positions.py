@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticLayer
 
+from hf_posenc._compat import is_readable
 from hf_posenc.encodings import PositionContext
 
 PREFIX, POSITIONS = "Remembering", "key_positions"
@@ -121,7 +122,10 @@ def store_positions(cache: Cache, batch: int, context: PositionContext) -> None:
     if layer is None:
         return
     if keys is None:
-        if getattr(layer, POSITIONS, None) is None and (torch.compiler.is_compiling() or not context.start.any()):
+        start, readable = context.start, not isinstance(context.start, int) and is_readable(context.start)
+        if getattr(layer, POSITIONS, None) is None and (
+            isinstance(start, int) or torch.compiler.is_compiling() or (readable and not start.any())
+        ):
             return
         # Padding after a row's last token has the position of that token, as in positions counted from a mask.
         keys = torch.minimum(context.key_positions(cache.get_seq_length()), context.positions[:, -1:])

@@ -163,7 +163,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
                 position_ids = torch.arange(past_length, total, device=embeds.device)
         elif position_ids.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}. Pass [{batch}, {length}].")
-        return self.dropout(embeds + self.posenc("embed", position_ids).to(embeds.dtype))
+        return self.dropout(embeds + self.posenc("embed", position_ids).to(embeds))
 
 
 class TokenPositionEmbedding(nn.Module):

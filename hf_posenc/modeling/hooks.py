@@ -96,13 +96,13 @@ def _vectors(
     def compute() -> Tensor:
         terms = (encoding("embed", context.coordinates(encoding.axes)) for encoding in here)
         total: Any = sum(vectors for vectors in terms if vectors is not None)
-        vectors = total.to(hidden.dtype)
+        vectors = total.to(hidden)
         if context.has_extra_tokens:
             vectors = context.pad_extra(vectors.transpose(-1, -2), dims=1).transpose(-1, -2)
         return vectors.movedim(1, token_axis)
 
     trained = any(encoding.is_trained() for encoding in here)
-    vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype, hidden.device), compute)
     if hidden.ndim == 4 and token_axis == -2:
         return vectors[:, None]
     return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))

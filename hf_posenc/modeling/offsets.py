@@ -39,7 +39,7 @@ class MeanOffset(nn.Module):
         positions = context_for(self).positions
         if (more := hidden.shape[-2] - positions.shape[-1]) > 0:  # padded up to whole windows (LED)
             positions = torch.cat([positions, positions[:, -1:].expand(-1, more)], dim=1)
-        return hidden + vectors[range_of(positions, len(vectors))]
+        return hidden + vectors[range_of(positions, len(vectors)).to(vectors.device)]
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.weight.shape))

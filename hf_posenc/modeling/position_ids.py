@@ -142,7 +142,7 @@ class PositionInputs:
         if self.replaces:
             _check_length(stack, length, past, cache, ids)
         counts_shown = self.counts_shown or stack.posenc.geometry.is_causal
-        positions, start, keys = _positions(ids, padding, cache, past, shape, device, counts_shown)
+        positions, start, keys, counted = _positions(ids, padding, cache, past, shape, device, counts_shown)
         cross = stack.posenc._modules.get("cross")
         context = PositionContext(
             stack.posenc,
@@ -150,6 +150,7 @@ class PositionInputs:
             past=past,
             start=start,
             keys=keys,
+            counted=counted,
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
             cross=None if cross is None else CrossContext(cross, call["encoder_attention_mask"]),
         )
@@ -375,19 +376,19 @@ def _positions(
     shape: Sequence[int],
     device: torch.device,
     counts_shown: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The positions, start, and keys of a `PositionContext`.
+) -> tuple[Tensor, Tensor | int, Tensor | None, bool]:
+    """The fields positions, start, keys, and counted of a `PositionContext`.
 
     ids: explicit positions, `[1 or B, L]`. mask: `[B, K]`. shape: B and L. counts_shown: whether only shown tokens count.
     """
     batch, length = shape
     if cache is None and ids is None and not counts_shown:
-        return *positions_of(length, 0, mask, device), None
+        return *positions_of(length, 0, mask, device), None, False
     remembered = None if cache is None else cache_positions.load_positions(cache, batch, past)
     index = (torch.arange(length, device=device) + past)[None]
     room = cache_positions.static_capacity(cache)
     if ids is None and remembered is None and room is None and (mask is None or _shows_all(mask, past, length)):
-        return index, index.new_zeros(1, 1), None
+        return index, 0, None, False
     seen = None if mask is None else position_ids_from_mask(mask)
     if seen is not None and room is None and seen.shape[1] < past + length:
         raise ValueError(
@@ -395,12 +396,13 @@ def _positions(
         )
     new = index if seen is None else seen[:, index[0].clamp(max=seen.shape[1] - 1)]
     new = new if ids is None else ids
+    counted = ids is None and remembered is None
     if cache is None:
         keys = new
     elif room is not None:
         there = torch.arange(room, device=device)[None] if remembered is None else remembered.to(device)
         keys = there.expand(batch, -1).index_copy(1, index[0], new.expand(batch, -1))
-        return new.clamp(min=0), index.new_zeros(1, 1), keys
+        return new.clamp(min=0), 0, keys, counted
     else:
         there = torch.arange(int(past), device=device)[None] if seen is None else seen[:, :past]
         there = there if remembered is None else remembered.to(device)
@@ -408,8 +410,9 @@ def _positions(
         if ids is not None and mask is not None and mask.shape[1] >= keys.shape[1]:
             keys = _fill_padding_positions(keys, mask[:, : keys.shape[1]] != 0)
     # Explicit position_ids also apply to padding. `generate` starts after the padding of a right-padded prompt.
-    start, rises = _contiguous_start(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
-    return new.clamp(min=0), start, None if rises else keys
+    shown = None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0
+    start, rises = _contiguous_start(keys, shown, length)
+    return new.clamp(min=0), start, None if rises else keys, counted and not rises
 
 
 def _shows_all(mask: Tensor, past: int | Tensor, length: int) -> bool:
@@ -417,13 +420,13 @@ def _shows_all(mask: Tensor, past: int | Tensor, length: int) -> bool:
     return _compat.is_readable(mask) and mask.shape[1] >= int(past) + length and bool((mask != 0).all())
 
 
-def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
+def _contiguous_start(keys: Tensor, shown: Tensor | None, length: int) -> tuple[Tensor, bool]:
     """The index at which position 0 would be, `[1 or B, 1]`, and whether all shown keys' positions rise by one from there.
 
-    A traced graph can't read values, so the second result is False.
+    A traced graph can't read values, and a decoding step shouldn't wait for a GPU, so the second result is False there.
     """
     offset = torch.arange(keys.shape[1], device=keys.device) - keys
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (length == 1 and not _compat.is_readable(keys)):
         return offset[:, -1:], False
     if shown is None:
         start = offset[:, -1:]

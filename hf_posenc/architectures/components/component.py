@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc._versions import DOCS
+from hf_posenc.encodings.context import CURRENT, PositionContext
 
 HOSTS_PAGE = f"See {DOCS}/reference/models.md for supported models and alternatives."
 OWN_PAGE = f"See {DOCS}/guides/custom_model.md for how to register positions and attention of custom classes."
@@ -181,11 +182,18 @@ class Disabled(nn.Module):
         self.key, self.shape = f"{path}.weight", tuple(shape)
 
     @property
+    def context(self) -> PositionContext | None:
+        """The current forward pass if it is one of the stack, or of a replica of the stack in nn.DataParallel."""
+        (stack,), context = self._stack, CURRENT.context
+        # A replica's encoding has other tensors, but the same options.
+        return context if context is not None and context.encoding._options is stack.posenc._options else None
+
+    @property
     def kept(self) -> Tensor | None:
         """The original weight if it is kept in `posenc.original`. Otherwise None."""
         (stack,) = self._stack
         try:
-            return stack.get_buffer(f"posenc.original.{self.key}")
+            return (stack.posenc if self.context is None else self.context.encoding).get_buffer(f"original.{self.key}")
         except AttributeError:
             return None
 

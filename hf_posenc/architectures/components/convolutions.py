@@ -108,15 +108,14 @@ class DisabledConvolution(Disabled):
         self.adds_vectors, self.token_axis, self.width, self.sizes = adds_vectors, axis, component.width, component.sizes
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        (stack,) = self._stack
         length = answered(self.sizes, hidden_states.shape[self.token_axis])
         vectors = None
-        if self.adds_vectors and "embed" in stack.posenc.mechanisms():
-            vectors = stack.posenc("embed", context_for(self).with_length(length, hidden_states.device).positions)
+        if self.adds_vectors and "embed" in (context := context_for(self)).encoding.mechanisms():
+            vectors = context.encoding("embed", context.with_length(length, hidden_states.device).positions)
         if vectors is None:
             vectors = hidden_states.new_zeros(()).expand(1, length, self.width)
         vectors = vectors if self.token_axis == 1 else vectors.transpose(1, 2)
-        vectors = vectors.to(hidden_states.dtype)
+        vectors = vectors.to(hidden_states)
         return hidden_states + vectors if self.returns_sum else vectors
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
 
 NAMES = (
@@ -119,18 +118,17 @@ class DisabledTable(Disabled):
     @property
     def weight(self) -> Tensor:
         """In the stack's forward, the vectors that a model adds without a call (Qwen2-Audio). Otherwise as in `Disabled`."""
-        (stack,) = self._stack
-        context = CURRENT.context
-        if context is None or context.encoding is not stack.posenc:
+        context = self.context
+        if context is None:
             return super().weight
         # At least the number of tokens, because CLIP compares both.
         rows = max(self.shape[0], int(context.past) + context.length + (self.offset or 0))
-        return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
+        return self.vectors(torch.arange(rows, device=context.positions.device) - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        (stack,), context = self._stack, CURRENT.context
-        counted = context is not None and context.encoding is stack.posenc  # positions that leave out padding on the left
-        if counted and "position_ids" not in stack.posenc_state.inputs.names and _as_many(context.positions, position_ids):
+        (stack,), context = self._stack, self.context  # whose positions leave out padding on the left
+        names = stack.posenc_state.inputs.names
+        if context is not None and "position_ids" not in names and _as_many(context.positions, position_ids):
             return self.vectors(context.positions)
         if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # equal positions in all rows are computed once
             position_ids = position_ids[:1]
@@ -139,7 +137,7 @@ class DisabledTable(Disabled):
     def vectors(self, positions: Tensor) -> Tensor:
         """`[..., L] -> [..., L, D]`, in the dtype of the stack's inputs."""
         (stack,) = self._stack
-        encoding, dtype = stack.posenc, _dtype(stack)
+        encoding, dtype = stack.posenc if self.context is None else self.context.encoding, _dtype(stack)
         vectors = None
         if self.offset is not None and "embed" in encoding.mechanisms():
             # Padding has the ID before the first token's (Longformer pads to whole windows).
@@ -147,7 +145,7 @@ class DisabledTable(Disabled):
         if vectors is None:
             # Not expanded, because Kosmos-2.5 adds to it in place.
             vectors = torch.zeros(*positions.shape, self.width, dtype=dtype, device=positions.device)
-        return vectors.to(dtype)
+        return vectors.to(positions.device, dtype)
 
     @property
     def width(self) -> int:

@@ -44,4 +44,4 @@ def vectors_instead(adds_vectors: bool, module: nn.Module, args: tuple, answer: 
     encoding, vectors = context_for(module, None).encoding, None
     if adds_vectors and "embed" in encoding.mechanisms():
         vectors = encoding("embed", torch.arange(answer.shape[1], device=answer.device)[None])
-    return torch.zeros_like(answer) if vectors is None else vectors.to(answer.dtype)
+    return torch.zeros_like(answer) if vectors is None else vectors.to(answer)
