@@ -5,6 +5,7 @@ override are listed in `OVERRIDDEN`. `nn.Module`'s `_modules` and `_buffers`, wh
 state uses, are read where they are needed.
 """
 
+import importlib.util
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -73,6 +74,11 @@ def is_readable(tensor: torch.Tensor) -> bool:
     """
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
     return not traced and tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def has_flex_attention(tensor: torch.Tensor) -> bool:
+    """Whether torch compiles flex attention with gradients for the device of a tensor. It needs Triton."""
+    return tensor.device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 def is_in_forward_mode() -> bool:

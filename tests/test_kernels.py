@@ -230,32 +230,6 @@ def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way)
         assert not ways
 
 
-@pytest.mark.parametrize(("past", "keys"), [(0, 11), (5, 16)])
-@pytest.mark.parametrize(
-    ("encodings", "train", "by_distance"),
-    [
-        (["alibi"], False, True),
-        (["alibi"], True, True),
-        (["t5", "alibi"], False, True),
-        (["t5"], True, False),
-        (["shaw"], False, False),
-        (["alibi", "shaw"], False, False),
-    ],
-)
-def test_flex_attention_reads_values_by_distance(encodings, train, by_distance, past, keys):
-    """The bias that flex attention reads equals the dense bias at all positions."""
-    modules = [hf_posenc.list_encodings()[name](Geometry(H * E, H, E)) for name in encodings]
-    (query, key, _), _ = inputs(11, keys, "", 1, dtype=torch.float32)
-    index = torch.arange(past, past + 11)[None]
-    context = PositionContext(modules[0], index, past, index.new_zeros(1, 1), scaling=0.5)
-    with torch.set_grad_enabled(train):
-        found = bias_backends.flex_bias(AttentionCall(None, query, key, None, None, modules, context))
-        expected = bias_backends.score_bias(modules, query, key, context)
-    assert isinstance(found, bias_backends.BiasByDistance) == by_distance
-    places = torch.meshgrid(*(torch.arange(size) for size in (2, H, 11, keys)), indexing="ij")
-    assert_close(found[places], expected.expand(2, -1, -1, -1))
-
-
 @pytest.fixture
 def always(monkeypatch):
     """Uses the fast implementations for inputs of any length, with a reduced block size."""

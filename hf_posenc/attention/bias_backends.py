@@ -4,6 +4,7 @@
   supports all encodings, implementations, and masks.
 - toeplitz: for biases that depend only on distance. SDPA reads the bias from a view of one row `[H, Q + K - 1]`, with the
   keys in reverse order.
+- flex: flex attention reads values by distance in its kernel. It runs if the model's implementation is "flex_attention".
 - blockwise: for biases with gradients, or that depend on distance and content (`PositionEncoding.distance_vectors`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -35,8 +36,10 @@ MIN_KEYS_BY_ROW = 384
 """The same for "toeplitz" with gradients if the rows of a batch see different keys, because each row needs its own call."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
-FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
-"""True since Transformers 5.14. Earlier versions of its flex attention silently ignore a bias."""
+FLEX_MIN_KEYS: int | None = None
+"""The minimum number of keys for which flex attention replaces SDPA on a GPU. None: never, because no GPU has measured it."""
+FLEX_MIN_QUERIES = 128
+"""The minimum number of queries for this, one block of the kernel."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
 """A weight that is negligible compared with 1, even summed over thousands of keys. float32 distinguishes 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
@@ -102,6 +105,16 @@ def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, T
 
 def _without_all_pairs(function: Function, call: AttentionCall, scaling: float) -> Tensor | None:
     """The output `[B, Q, H, E]` by a backend that stores no bias on all pairs of tokens. None if none supports the call."""
+    query, keys = call.query, call.key.shape[2]
+    if (
+        FLEX_MIN_KEYS is not None
+        and keys >= FLEX_MIN_KEYS
+        and query.shape[2] >= FLEX_MIN_QUERIES
+        and _compat.has_flex_attention(query)
+    ):
+        output = flex(call, all_pairs=False)
+        if output is not None:
+            return output
     if torch.compiler.is_compiling():
         return _in_compiled_code(function, call)
     backend, spans = select_backend(call)
@@ -359,45 +372,140 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     return total
 
 
-class BiasByDistance:
-    """A bias `[B, H, Q, K]` that flex attention reads one number at a time.
+@functools.cache
+def compiled_flex_attention() -> Any:
+    """Flex attention compiled for all lengths. Otherwise, torch would compile each length, and stop after a few of them."""
+    return torch.compile(flex_attention, dynamic=True)
 
-    The numbers come from values `[H, N]` by distance, with the smallest distance first.
+
+def run_flex_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Run flex attention with the encodings' bias and the model's own.
+
+    On a CPU, SDPA runs instead, with a dense bias: flex attention has no gradients there, and torch may fail to compile it.
+    The same holds for one query, because compiled code would depend on the number of cached keys.
     """
+    query, sinks = call.query, call.options.get("s_aux") is not None
+    if not sinks and (query.shape[2] == 1 or not _compat.has_flex_attention(query)):
+        dense = replace(call, options={**call.options, "position_bias": None})
+        return dense.run(sdpa_attention_forward, additive_mask(call))
+    if function is flex_attention_forward and (output := flex(call)) is not None:
+        return output, None
+    bias = _with_own(score_bias(call.biasing, query, call.key, call.context), call)
+    # Transformers' function reads position_bias[b, h, q, k] without broadcasting.
+    call.options["position_bias"] = bias.to(query.dtype).expand(*query.shape[:3], call.key.shape[2])
+    return call.run(function, call.mask)
 
-    def __init__(self, values: Tensor, queries: int) -> None:
-        self.values, self.last = values, queries - 1
 
-    def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        _, head, query, key = index
-        return self.values[head, key - query + self.last]
+def _with_own(bias: Tensor | None, call: AttentionCall) -> Any:
+    own = call.own_bias
+    return own if bias is None else bias if own is None else bias + own
 
 
-def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
-    """The sum of the encodings' bias and the model's own, in a form that flex attention supports.
+def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
+    """The output `[B, Q, H, E]` of flex attention, whose kernel reads the bias of each score from values by distance.
 
-    It consists of values by distance if these suffice. A bias with gradients is a tensor `[B, H, Q, K]`. Raises ValueError if
-    flex attention ignores biases.
+    None for dropout, attention sinks, and a mask of numbers.
+
+    all_pairs: whether a bias that can't be read by distance is stored for all pairs of tokens. Otherwise the result is None.
     """
-    if not FLEX_TAKES_BIASES:
-        raise ValueError(
-            f"The flex attention of this Transformers release ignores the biases of "
-            f"{', '.join(repr(each.type) for each in call.biasing)}. Call model.set_attn_implementation('sdpa'), or run "
-            'pip install "transformers>=5.14".'
-        )
-    biasing, query, key, context, own = call.biasing, call.query, call.key, call.context, call.own_bias
-    fixed = not (call.scoring or any(encoding.is_trained() for encoding in biasing))
-    if biasing and fixed and own is None and context.is_contiguous and not context.has_extra_tokens:
-        queries, keys = query.shape[2], key.shape[2]
-        values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
+    query, key, value, mask, context = call.query, call.key, call.value, call.mask, call.context.on(call.query.device)
+    (batch, heads, queries, _), keys, device = query.shape, key.shape[2], query.device
+    if call.dropout or call.options.get("s_aux") is not None or not isinstance(context.scaling, float):
+        return None
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        return None
+    here = there = None
+    if context.is_contiguous:
+        distance, before = _distances(queries, keys, context), queries - 1
+    else:
+        before = 1 if context.keys is None else context.keys.shape[1]
+        distance = torch.arange(-before, before, device=device)
+        here, there = (each.expand(batch, -1) for each in (context.positions, context.key_positions(keys)))
+    start = torch.full((), before, device=device)  # An int would be compiled in, and each length again.
+    known = not context.has_extra_tokens and (context.is_contiguous or context.counted)
+    by_distance = [encoding for encoding in call.biasing if known and encoding not in call.scoring]
+    products = _products(call, distance) if known and len(call.scoring) == 1 else None
+    rows, of_queries, of_keys = (None, None, None) if products is None else products
+    by_distance += [] if products is None else call.scoring
+    rest = [encoding for encoding in call.biasing if encoding not in by_distance]
+    if rest and not all_pairs:
+        return None
+    lowest, exact = torch.finfo(torch.float32).min, torch.promote_types(query.dtype, torch.float32)
+    values = _sum_of_values(by_distance, distance, heads)
+    if values is not None:
+        values = values.to(device, exact).clamp(min=lowest / 2).expand(heads, -1).contiguous()
+    bias = _with_own(score_bias(rest, query, key, call.context), call)
+    if bias is not None:
+        bias = bias.to(exact).clamp(min=lowest / 2).expand(batch, heads, queries, keys)
+    softcap = None if (limit := call.options.get("softcap")) is None else torch.full((), limit, device=device)
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        place = (k - q if here is None or there is None else there[b, k] - here[b, q]) + start
         if values is not None:
-            return BiasByDistance(values.to(query.dtype).expand(query.shape[1], -1).contiguous(), queries)
-    bias = score_bias(biasing, query, key, context)
-    if bias is None:
-        return own
-    # Flex attention reads position_bias[b, h, q, k] without broadcasting.
-    bias = bias if own is None else bias + own
-    return bias.to(query.dtype).expand(len(query), query.shape[1], query.shape[2], key.shape[2])
+            score = score + values[h, place]
+        if rows is not None and of_queries is not None:
+            score = score + of_queries[b, h, q, rows[place]]
+        if rows is not None and of_keys is not None:
+            score = score + of_keys[b, h, k, rows[place]]
+        if bias is not None:
+            score = score + bias[b, h, q, k]
+        return score
+
+    groups = heads // key.shape[1]
+    if groups & (groups - 1):  # The kernel supports powers of 2.
+        key, value, groups = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), 1
+    run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    options = {"scale": context.scaling, "enable_gqa": groups > 1, "kernel_options": call.options.get("kernel_options")}
+    return run(query, key, value, score_mod=changed, block_mask=_block_mask(call), **options).transpose(1, 2).contiguous()
+
+
+def _block_mask(call: AttentionCall) -> BlockMask | None:
+    """The mask of a call for flex attention, made once for all layers with the same mask."""
+    query, mask, context = call.query, call.mask, call.context.on(call.query.device)
+    (batch, heads, queries, _), keys = query.shape, call.key.shape[2]
+    if isinstance(mask, BlockMask) or (mask is None and not call.is_causal):
+        return mask
+    known = context.cached(("blocks", queries, keys, call.is_causal), list)
+    for other, blocks in known:
+        if other is mask:
+            return blocks
+    if mask is None:
+        last = torch.full((), -context.first_key, device=query.device) + context.past
+        shows = lambda b, h, q, k: k <= q + last  # noqa: E731
+    else:
+        shown = mask.expand(batch, heads, queries, keys)
+        shows = lambda b, h, q, k: shown[b, h, q, k]  # noqa: E731
+    of_heads = None if mask is None or mask.shape[1] == 1 else heads
+    known.append((mask, create_block_mask(shows, batch, of_heads, queries, keys, query.device)))
+    return known[-1][1]
+
+
+def _products(call: AttentionCall, distance: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """The row of each distance, `[N]`, and scaled products of queries `[B, H, Q, R]` and keys `[B, H, K, R]` with all rows.
+
+    They are for the encoding with vectors by distance, which may have none for queries or for keys. The result is None if a
+    bias on all pairs is smaller, or if the number of rows would be compiled in.
+    """
+    (encoding,), query, key, context = call.scoring, call.query, call.key, call.context.on(call.query.device)
+    rows = encoding.rows_of_vectors(distance) if encoding.has_distance_vectors() else None
+    if rows is None or torch.compiler.is_compiling():
+        return None
+
+    def compute() -> tuple[Tensor, Tensor]:
+        distinct, row = torch.unique(rows, return_inverse=True)
+        return row, distance.new_zeros(len(distinct)).scatter_(0, row, distance)  # any distance of each row
+
+    row, distances = context.cached(("rows", encoding.type, repr(encoding._options), len(distance), context.first_key), compute)
+    if len(distances) >= key.shape[2] or encoding("query_offsets") is not None:
+        return None
+    vectors = encoding("distance_vectors", distances)
+    _check_vectors(encoding, vectors, query.shape[1], len(distances), query.shape[-1])
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    pairs = zip((query, key), vectors, strict=True)
+    of_queries, of_keys = (None if table is None else states @ table.to(states).mT * context.scaling for states, table in pairs)
+    return None if of_queries is None and of_keys is None else (row, of_queries, of_keys)
 
 
 def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, heads: int) -> Tensor | None:

@@ -334,9 +334,9 @@ def attend(
     # Without the attribute, Transformers' SDPA function masks the future, and the mask of all other functions does.
     default = getattr(module, "is_causal", implementation == "sdpa")
     is_causal = default if kwargs.get("is_causal") is None else kwargs["is_causal"]
-    call = AttentionCall(module, query, key, value, attention_mask, encodings, context, bool(is_causal), kwargs)
+    is_causal = bool(is_causal) and implementation != "flex_attention"  # Its mask already includes the causal mask.
+    call = AttentionCall(module, query, key, value, attention_mask, encodings, context, is_causal, kwargs)
     if any(encoding.needs_attention_weights() for encoding in encodings):
-        call.is_causal &= implementation != "flex_attention"  # Its mask already includes the causal mask.
         return with_weights(call)
     function = host_function(module, implementation)
     if not call.biasing and (implementation != "sdpa" or query.shape[-1] == width):
@@ -346,8 +346,7 @@ def attend(
     from hf_posenc.attention import bias_backends
 
     if implementation == "flex_attention":
-        kwargs["position_bias"] = bias_backends.flex_bias(call)
-        return call.run(function, call.mask)
+        return bias_backends.run_flex_attention(function, call)
     if not call.biasing:
         return bias_backends.padded_attention(function, call)
     return bias_backends.biased_attention(function, call)
