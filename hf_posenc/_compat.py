@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 OVERRIDDEN = (
     "_init_weights",
@@ -74,6 +75,20 @@ def is_readable(tensor: torch.Tensor) -> bool:
     """
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
     return not traced and tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+WITHOUT_FLOAT64 = ("mps",)
+"""The types of devices that have no float64."""
+
+
+class InFloat32(TorchFunctionMode):
+    """Replaces float64 by float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = {torch.float64: torch.float32}
+        args = [kinds.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
+        kwargs = {name: kinds.get(each, each) if name == "dtype" else each for name, each in (kwargs or {}).items()}
+        return (torch.Tensor.float if function is torch.Tensor.double else function)(*args, **kwargs)
 
 
 def has_flex_attention(tensor: torch.Tensor) -> bool:

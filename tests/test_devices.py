@@ -3,6 +3,7 @@
 The meta device stands for a second device and for a GPU.
 """
 
+import contextlib
 import sys
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_posenc
 from closeness import assert_close
-from models import CACHE, first, patched, stock, tokens
+from hf_posenc import _compat
+from models import CACHE, ENCODINGS, first, patched, stock, suits, tokens
 from oracles import gradients, padded
 
 LAST = {"bert": ("encoder.layer.1", "pooler"), "gpt2": ("h.1", "ln_f"), "llama": ("layers.1", "norm")}
@@ -120,6 +122,26 @@ def test_nothing_is_read_but_what_the_original_reads(host, encoding, masked, ids
         found.append(steps)
     original, ours = found
     assert ours[0] <= original[0] + (masked and host != "bert") and ours[1:] <= original[1:], found
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@torch.no_grad()
+def test_devices_without_float64(monkeypatch, encoding):
+    """Apple's GPUs have no float64. Here, the meta device has none."""
+
+    class Doubles(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            assert not any(each.is_meta and each.dtype == torch.float64 for each in [result] if isinstance(each, torch.Tensor))
+            return result
+
+    monkeypatch.setattr(_compat, "WITHOUT_FLOAT64", ("meta",))
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # The meta device has none, either.
+    host = next(host for host in ("bert", "llama", "vit") if suits(host, encoding))
+    model = patched(host, encoding).to("meta")
+    inputs = torch.zeros(2, 11, dtype=torch.long) if host != "vit" else torch.zeros(2, 3, 16, 16)
+    with Doubles():
+        assert first(model(inputs.to("meta"))).is_meta
 
 
 def test_fixed_slopes_are_not_copied_to_the_device():
