@@ -160,23 +160,40 @@ def test_on_a_cpu(host, encoding, implementation):
     assert_alike(patched(host, encoding), "right", implementation)
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that torch compiles for flex attention."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    monkeypatch.setattr(bias_backends, "compiled_flex_attention", lambda: compiled)
+    monkeypatch.setattr(_compat, "has_flex_attention", lambda tensor: True)
+    return lambda: [graph for graph in counter.graphs if len(graph.graph.nodes) > 1]  # One of torch's own is empty.
+
+
 @pytest.mark.parametrize("encoding", ["alibi", "t5"])
 @torch.no_grad()
-def test_graphs_for_all_lengths(monkeypatch, encoding):
+def test_graphs_for_all_lengths(graphs, encoding):
     """20 lengths and two batch sizes take two graphs, because a batch of 1 has its own."""
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(flex_attention, dynamic=True, backend=graphs)
-    monkeypatch.setattr(bias_backends, "compiled_flex_attention", lambda: compiled)
     model = patched("bert", encoding, max_position_embeddings=400, num_hidden_layers=1)
     for batch in (1, 2):
         for length in range(130, 330, 10):
             ids, mask = padded(tokens(batch, length), [length, length - 7][:batch], "right")
             found = []
-            for implementation, kernel in (("sdpa", False), ("flex_attention", True)):
-                monkeypatch.setattr(_compat, "has_flex_attention", lambda tensor, kernel=kernel: kernel)
+            for implementation in ("sdpa", "flex_attention"):
                 model.set_attn_implementation(implementation)
                 found.append(first(model(ids, attention_mask=mask))[mask.bool()])
             assert_close(*found)
-    sizes = [len(graph.graph.nodes) for graph in graphs.graphs]
-    assert len([size for size in sizes if size > 1]) == 2, sizes  # one of torch's own is empty
+    assert len(graphs()) == 2
+
+
+@torch.no_grad()
+def test_more_graphs_than_torch_compiles_by_default(graphs):
+    model = patched("bert", "alibi", num_hidden_layers=1)
+    model.set_attn_implementation("flex_attention")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for batch in (1, 2):
+            ids, mask = padded(tokens(batch), [11, 7][:batch], "right")
+            for each in (None, mask):
+                model.to(dtype)(ids, attention_mask=each)
+    assert len(graphs()) == 12

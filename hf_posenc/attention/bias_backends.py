@@ -38,6 +38,9 @@ NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments with which the SDPA function adds its own bias, or warns."""
 FLEX_MIN_KEYS: int | None = None
 """The minimum number of keys for which flex attention replaces SDPA on a GPU. None: never, because no GPU has measured it."""
+FLEX_GRAPHS = 64
+"""The maximum number of compiled graphs: for data types, with and without gradients and padding, and so on. Above it, torch
+computes all scores at once."""
 FLEX_MIN_QUERIES = 128
 """The minimum number of queries for this, one block of the kernel."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
@@ -414,11 +417,9 @@ def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
         return None
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         return None
-    here = there = None
-    if context.is_contiguous:
-        distance, before = _distances(queries, keys, context), queries - 1
-    else:
-        before = 1 if context.keys is None else context.keys.shape[1]
+    distance, before, here, there = _distances(queries, keys, context), queries - 1, None, None
+    if context.counted and context.keys is not None:
+        before = context.keys.shape[1]
         distance = torch.arange(-before, before, device=device)
         here, there = (each.expand(batch, -1) for each in (context.positions, context.key_positions(keys)))
     start = torch.full((), before, device=device)  # An int would be compiled in, and each length again.
@@ -456,9 +457,14 @@ def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
     groups = heads // key.shape[1]
     if groups & (groups - 1):  # The kernel supports powers of 2.
         key, value, groups = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), 1
-    run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    options = {"scale": context.scaling, "enable_gqa": groups > 1, "kernel_options": call.options.get("kernel_options")}
-    return run(query, key, value, score_mod=changed, block_mask=_block_mask(call), **options).transpose(1, 2).contiguous()
+    options = {"score_mod": changed, "block_mask": _block_mask(call), "scale": context.scaling, "enable_gqa": groups > 1}
+    options["kernel_options"] = call.options.get("kernel_options")
+    if torch.compiler.is_compiling():
+        output = flex_attention(query, key, value, **options)
+    else:
+        with torch._dynamo.config.patch(recompile_limit=FLEX_GRAPHS):
+            output = compiled_flex_attention()(query, key, value, **options)
+    return output.transpose(1, 2).contiguous()
 
 
 def _block_mask(call: AttentionCall) -> BlockMask | None:

@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim
 
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -227,7 +228,7 @@ class PositionEncoding(nn.Module):
         for module, hook in read:
             hook.pre_forward(module)
         try:
-            home = next((each.device for each in (*self.parameters(), *self.buffers(recurse=False))), None)
+            home = next((each.device for each in itertools.chain(self.parameters(), self.buffers(recurse=False))), None)
             if home is not None:
                 args = tuple(
                     each.to(home) if isinstance(each, Tensor) else each.on(home) if isinstance(each, PositionContext) else each
