@@ -39,8 +39,7 @@ NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 FLEX_MIN_KEYS: int | None = None
 """The minimum number of keys for which flex attention replaces SDPA on a GPU. None: never, because no GPU has measured it."""
 FLEX_GRAPHS = 64
-"""The maximum number of compiled graphs: for data types, with and without gradients and padding, and so on. Above it, torch
-computes all scores at once."""
+"""The maximum number of compiled graphs, for data types, batches of 1, padding, and so on. Then torch compiles no more."""
 FLEX_MIN_QUERIES = 128
 """The minimum number of queries for this, one block of the kernel."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
@@ -413,9 +412,8 @@ def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
     """
     query, key, value, mask, context = call.query, call.key, call.value, call.mask, call.context.on(call.query.device)
     (batch, heads, queries, _), keys, device = query.shape, key.shape[2], query.device
-    if call.dropout or call.options.get("s_aux") is not None or not isinstance(context.scaling, float):
-        return None
-    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+    has_sinks, has_numbers = call.options.get("s_aux") is not None, isinstance(mask, Tensor) and mask.dtype != torch.bool
+    if call.dropout or has_sinks or has_numbers or not isinstance(context.scaling, float):
         return None
     distance, before, here, there = _distances(queries, keys, context), queries - 1, None, None
     if context.counted and context.keys is not None:
@@ -423,13 +421,12 @@ def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
         distance = torch.arange(-before, before, device=device)
         here, there = (each.expand(batch, -1) for each in (context.positions, context.key_positions(keys)))
     start = torch.full((), before, device=device)  # An int would be compiled in, and each length again.
-    known = not context.has_extra_tokens and (context.is_contiguous or context.counted)
+    known = (context.is_contiguous or context.counted) and not context.has_extra_tokens
     by_distance = [encoding for encoding in call.biasing if known and encoding not in call.scoring]
     products = _products(call, distance) if known and len(call.scoring) == 1 else None
     rows, of_queries, of_keys = (None, None, None) if products is None else products
     by_distance += [] if products is None else call.scoring
-    rest = [encoding for encoding in call.biasing if encoding not in by_distance]
-    if rest and not all_pairs:
+    if (rest := [encoding for encoding in call.biasing if encoding not in by_distance]) and not all_pairs:
         return None
     lowest, exact = torch.finfo(torch.float32).min, torch.promote_types(query.dtype, torch.float32)
     values = _sum_of_values(by_distance, distance, heads)
