@@ -4,7 +4,6 @@ Shapes: B batch, L new tokens, Q queries, K keys.
 """
 
 import contextlib
-import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -243,9 +242,7 @@ class PositionContext:
         if self.first_keys and (layer is None or layer < 0):  # one attention may serve several layers
             raise RuntimeError("A cache with sliding windows needs attention modules with a layer index (layer_idx).")
         first_key = self.first_keys[layer] if layer is not None and 0 <= layer < len(self.first_keys) else 0
-        changed = copy.copy(self)  # half the time of `replace`, at every step of every layer
-        changed.scaling, changed.first_key = scaling, first_key
-        return changed
+        return replace(self, scaling=scaling, first_key=first_key)
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """The result of `compute()`, evaluated once per forward pass and `key`. Only for results without gradients."""
