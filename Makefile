@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all compat test-gpu rehearse-gpu gpu bench bench-gpu site quality clean
+.PHONY: demo test test-all compat test-gpu bench-gpu rehearse-gpu bench site quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -38,26 +38,26 @@ test-all: .venv/installed
 compat: .venv/installed
 	$(BIN)/python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/reference/versions.md
 
-# The tests that are skipped for want of a GPU, all of them.
-test-gpu: gpu .venv/installed
-	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no GPU here: torch.cuda.is_available() is False')"
-	$(BIN)/python -m pytest -m gpu
+GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir tests/gpu tests/gpu -q -p no:cacheprovider --durations=15
 
-# Both commands in small on a CPU, to see that they run to their end before a GPU is paid for.
-rehearse-gpu: .venv/benchmarks
-	GPU=cpu $(BIN)/python -m pytest -m gpu
-	$(BIN)/python scripts/bench.py --device cuda --rehearse
+# With PYTHON's packages: this installs nothing.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) $(GPU_TESTS) -n 6
 
-# Looked for before anything is installed.
-gpu:
-	@nvidia-smi -L 2>/dev/null | grep -q GPU || { echo "no GPU here: nvidia-smi finds none, and nothing was installed" >&2; exit 1; }
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu
+
+# Both with small inputs on a CPU, before they are run on a GPU.
+rehearse-gpu: export HF_POSENC_GPU = cpu
+rehearse-gpu: export GPU_SECONDS = 3600
+rehearse-gpu: .venv/installed
+	$(BIN)/python -m tools.compat --gpu
+	PYTHONPATH=. build/compat/gpu/bin/python $(GPU_TESTS) -n 2
+	build/compat/gpu/bin/python -m benchmarks.gpu --seconds 3600
 
 bench: .venv/benchmarks
 	$(BIN)/python scripts/bench.py --threads 1 --clock process --rounds 6 --warmup 1 \
 	  --output_dir scripts/results --docs_file docs/results/speed.md
-
-bench-gpu: gpu .venv/benchmarks
-	$(BIN)/python scripts/bench.py --device cuda --output_dir scripts/results --docs_file docs/results/speed.md
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'

@@ -19,7 +19,7 @@ from benchmarks.comparing import STOCK, Record, compared
 from benchmarks.grid import HEAD_DIM, Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.subjects import about, encodings, inputs, patched, stock
-from benchmarks.timing import CLOCKS, Run, synchronize
+from benchmarks.timing import CLOCKS, Run
 
 
 class Alone:
@@ -29,13 +29,13 @@ class Alone:
     """
 
     def __init__(self, model: Any, group: Group, settings: Settings) -> None:
-        self.model, self.device, self.trained = model, settings.device, group.kind == "attention-train"
+        self.model, self.trained = model, group.kind == "attention-train"
         self.inputs, self.now = inputs(group, settings), CLOCKS[settings.clock]
         module = model.encoder.layer[0].attention.self
         self.name = module.config._attn_implementation
         shape = (group.batch, group.length, group.heads, HEAD_DIM)
         generator = torch.Generator().manual_seed(settings.seed)
-        self.gradient = torch.randn(shape, generator=generator).to(settings.device, getattr(torch, group.dtype))
+        self.gradient = torch.randn(shape, generator=generator).to(getattr(torch, group.dtype))
         self.seconds = self.bytes = 0.0
 
     def run(self) -> float:
@@ -69,16 +69,14 @@ class Alone:
 
     def _timed(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
         states = self._leaves(states)
-        synchronize(self.device)
         started = self.now()
         result = self._called(function, module, *states, **kwargs)
-        synchronize(self.device)
         self.seconds = self.now() - started
         return result
 
     def _counted(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
         states = self._leaves(states)
-        with Peak(self.device) as peak:
+        with Peak() as peak:
             result = self._called(function, module, *states, **kwargs)
         made = [result[0], *(state.grad for state in states[:3])]
         self.bytes = max(0, peak.bytes - sum(each.numel() * each.element_size() for each in made if each is not None))

@@ -30,8 +30,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
-
 from benchmarks import against, grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from hf_posenc.evaluation import records, terminals
@@ -39,7 +37,6 @@ from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIX = {"cpu": "", "cuda": "-gpu"}
 QUICK_ROUNDS = 6
 
 
@@ -71,7 +68,6 @@ def failed(group: Group, why: str) -> Any:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--groups", help="names or kinds of groups, separated by commas; all by default")
     add("--list", action="store_true", help="print the groups and what each measures, and measure nothing")
     add("--encodings", help="encodings, separated by commas; all that are registered by default")
@@ -84,7 +80,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a module that defines encodings of your own; several separated by commas, or the option again",
     )
     add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
-    add("--rehearse", action="store_true", help="run all groups of --device cuda once on this CPU, in small, and save nothing")
     add(
         "--against",
         metavar="REVISION",
@@ -119,38 +114,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
     if (arguments.report_only or arguments.docs_file) and not arguments.output_dir:
         parser.error("--report_only and --docs_file require --output_dir, where the results are")
-    if arguments.against and (arguments.output_dir or arguments.device == "cuda"):
-        parser.error("--against prints what has changed on a CPU. Omit --output_dir, --report_only, --docs_file, and --device.")
-    if arguments.rehearse and (arguments.device == "cpu" or arguments.output_dir or arguments.against):
-        parser.error("--rehearse tries out the measurements of a GPU. Pass --device cuda, and no --output_dir or --against.")
+    if arguments.against and arguments.output_dir:
+        parser.error("--against prints what has changed. Omit --output_dir, --report_only, and --docs_file.")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
         parser.error("--rounds and --threads must be at least 1, and --warmup at least 0")
     if arguments.against and arguments.rounds < QUICK_ROUNDS:
         few = f"intervals of --rounds {arguments.rounds} are too narrow to compare"
         parser.error(f"--against needs at least {QUICK_ROUNDS} rounds: {few}")
-    if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
-        parser.error("--clock process counts the seconds of all threads, so it requires --threads 1 and a CPU")
-    if (
-        arguments.device == "cuda"
-        and not torch.cuda.is_available()
-        and not (arguments.report_only or arguments.list or arguments.rehearse)
-    ):
-        sys.exit("no GPU here: torch.cuda.is_available() is False. Run this where there is one; `make bench` measures a CPU")
+    if arguments.clock == "process" and arguments.threads > 1:
+        parser.error("--clock process counts the seconds of all threads, so it requires --threads 1")
     return arguments
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    given = {name: getattr(arguments, name) for name in ("device", "rounds", "warmup", "threads", "clock", "seed")}
+    given = {name: getattr(arguments, name) for name in ("rounds", "warmup", "threads", "clock", "seed")}
     chosen = tuple(arguments.encodings.split(",")) if arguments.encodings else ()
     modules = tuple(name for names in arguments.modules for name in names.split(",") if name)
-    if arguments.rehearse:
-        given |= {"device": "cpu", "rounds": 1, "warmup": 0}
     return Settings(**given, encodings=chosen, modules=modules)
 
 
 def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
     try:
-        return grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
+        return grid.groups(arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
     except ValueError as error:
         sys.exit(f"--groups: {error}")
 
@@ -166,21 +151,20 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         subjects.check(settings)
     except ValueError as error:
         sys.exit(f"--encodings: {error}")
-    kept, found = None if arguments.rehearse else results.Kept(arguments.parts_dir, settings), {}
+    kept, found = results.Kept(arguments.parts_dir, settings), {}
     for group in ProgressBar(chosen, desc="groups", unit="group", position=0):
-        record = kept.get(group) if kept is not None and arguments.resume else None
+        record = kept.get(group) if arguments.resume else None
         if record is None:
-            record = measured(grid.in_small(group) if arguments.rehearse else group, settings)
-            if kept is not None:
-                kept.add(group, record)
-        elif kept is not None:
+            record = measured(group, settings)
+            kept.add(group, record)
+        else:
             time = kept.time(group)
             record = {**record, "date": time[:10]}
             ProgressBar.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)
         found[group.name] = record
     without = [name for name, record in found.items() if results.has_failed(record)]
-    file = arguments.output_dir / f"bench{SUFFIX[arguments.device]}.json" if arguments.output_dir else None
-    order = [group.name for group in grid.groups(arguments.device)]
+    file = arguments.output_dir / "bench.json" if arguments.output_dir else None
+    order = [group.name for group in grid.groups()]
     try:
         return results.together(found, settings, records.command(), file, order), without
     except ValueError as error:
@@ -192,48 +176,37 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.list:
         print(*report.listing(chosen_groups(arguments)), sep="\n")
         return
-    if arguments.rehearse:
-        everything, without = run(arguments)
-        print(report.rehearsal(everything))
-        if without:
-            sys.exit(1)
-        return
     if arguments.against:
         try:
             print(against.compare(arguments.against, shared_flags(arguments)), end="")
         except ValueError as error:
             sys.exit(str(error))
         return
-    folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
-    file: Any = folder / f"{stem}.json" if folder else None
+    folder = arguments.output_dir
+    file: Any = folder / "bench.json" if folder else None
     if arguments.report_only and file is not None and not file.exists():
-        make = "make bench" + SUFFIX[arguments.device]
-        sys.exit(f"no results in {folder}: there is no {file.name}. Run `{make}`, or give the --output_dir of an earlier run")
+        sys.exit(
+            f"no results in {folder}: there is no {file.name}. Run `make bench`, or give the --output_dir of an earlier run"
+        )
     everything, without = (records.read(file), []) if arguments.report_only else run(arguments)
     page = report.text(everything)
     print(page, end="")
     if file is not None:
         folder.mkdir(parents=True, exist_ok=True)
         records.write(file, everything)
-        write_text(folder / f"{stem}.txt", page)
-        report.draw(everything, folder / f"{stem}.png")
+        write_text(folder / "bench.txt", page)
+        report.draw(everything, folder / "bench.png")
     if arguments.docs_file:
-        report.write_tables(arguments.docs_file, by_device(folder))
+        report.write_tables(arguments.docs_file, everything)
     if without:
         sys.exit(f"nothing could be measured in {', '.join(without)}: the reasons are above; the same command tries again")
 
 
 def shared_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags that determine what is measured, and how, for another process."""
-    names = ("device", "groups", "encodings", "rounds", "warmup", "threads", "clock", "seed")
+    names = ("groups", "encodings", "rounds", "warmup", "threads", "clock", "seed")
     flags = [each for name in names if (value := getattr(arguments, name)) is not None for each in (f"--{name}", str(value))]
     return [*flags, *(each for name in arguments.modules for each in ("--import", name)), *["--quick"] * arguments.quick]
-
-
-def by_device(folder: Path) -> dict[str, Any]:
-    """Device -> its results, for the devices that have results in a directory."""
-    files = {device: folder / f"bench{suffix}.json" for device, suffix in SUFFIX.items()}
-    return {device: records.read(file) for device, file in files.items() if file.exists()}
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:
 
 def peak(run: Callable[[], Any], settings: Settings) -> float:
     """The peak memory of a run in MB, in addition to what was allocated before, measured after a first run."""
-    with Peak(settings.device) as taken:
+    with Peak() as taken:
         run()
         taken.start()
         run()

@@ -1,7 +1,7 @@
-"""The groups of subjects that are compared with each other, by device, and the settings of a run."""
+"""The groups of subjects that are compared with each other, and the settings of a run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 HEAD_DIM = 64
@@ -18,7 +18,6 @@ class Settings:
     modules: modules that define encodings, imported first.
     """
 
-    device: str = "cpu"
     rounds: int = 20
     warmup: int = 2
     threads: int = 2
@@ -78,7 +77,7 @@ class Group:
 COMMON = ("none", "alibi", "relative", "t5", "rope", "shaw")
 IN_WINDOWS = ("none", "alibi", "sandwich", "rope", "rope_2d", "shaw", "sinusoidal_2d")
 FLOAT, HALF = "float32", "bfloat16"
-ON_CPU = (
+GROUPS = (
     *(
         Group("forward", length, batch=batch, layers=layers, heads=heads, dtype=dtype)
         for dtype in (FLOAT, HALF)
@@ -115,47 +114,26 @@ ON_CPU = (
 
 Swin has the width of Swin-tiny, 2 layers in each of its first two stages, and 3 and 6 heads there.
 """
-ON_GPU = (
-    *(Group("forward", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 32), (2048, 8), (8192, 2))),
-    Group("forward", 512, batch=32, layers=12, dtype=HALF, padded=True),
-    Group("forward", 2048, batch=8, layers=12, dtype=FLOAT),
-    Group("forward", 32768, layers=4, dtype=HALF),
-    *(Group("train", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 16), (2048, 4))),
-    Group("decode", 4096, batch=8, layers=12, host="gpt2", dtype=HALF),
-    *(
-        Group("attention", length, batch=batch, layers=1, dtype=HALF)
-        for length, batch in ((512, 32), (2048, 8), (8192, 2), (32768, 1))
-    ),
-    *(Group("attention-train", length, batch=batch, layers=1, dtype=HALF) for length, batch in ((2048, 8), (8192, 2))),
-    Group("x-transformers", 512, batch=32, layers=12, dtype=HALF),
-    Group("rotation", 2048, batch=8, dtype=HALF),
-)
 QUICK = ("forward-512-fp32", "forward-512-bf16", "train-512-fp32", "attention-2048-fp32", "decode-gpt2-4096-fp32")
 """The groups of --quick."""
 
 
-def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list[Group]:
-    """The groups for a device: all, those of --quick, or those with a name or kind in `only`.
+def groups(quick: bool = False, only: tuple[str, ...] = ()) -> list[Group]:
+    """All groups, those of --quick, or those with a name or kind in `only`.
 
     Raises ValueError for an unknown name or kind.
     """
-    every = ON_GPU if device == "cuda" else ON_CPU
     if not only:
-        return [group for group in every if not quick or group.name in QUICK or (device == "cuda" and group.length == 2048)]
-    known = list(dict.fromkeys(_known(every)))
+        return [group for group in GROUPS if not quick or group.name in QUICK]
+    known = list(dict.fromkeys(_known()))
     if unknown := {*only} - {*known}:
         raise ValueError(
             f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(known)} (--list says what each measures)"
         )
-    return [group for group in every if {group.name, group.kind} & {*only}]
+    return [group for group in GROUPS if {group.name, group.kind} & {*only}]
 
 
-def in_small(group: Group) -> Group:
-    """The group with sizes that take a CPU a few seconds."""
-    return replace(group, length=group.length // 16, batch=min(group.batch, 2), layers=1, heads=2)
-
-
-def _known(every: tuple[Group, ...]) -> Iterator[str]:
-    for kind in dict.fromkeys(group.kind for group in every):
+def _known() -> Iterator[str]:
+    for kind in dict.fromkeys(group.kind for group in GROUPS):
         yield kind
-        yield from (group.name for group in every if group.kind == kind)
+        yield from (group.name for group in GROUPS if group.kind == kind)

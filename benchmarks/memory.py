@@ -2,7 +2,6 @@
 
 from types import TracebackType
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 START = "counted from here"
@@ -13,37 +12,26 @@ class Peak:
 
     `bytes` is the peak in addition to what was allocated at the beginning, or at the last call of `start`.
 
-    On a CPU, the profiler reports each allocation and release, including those within an operation, such as SDPA's copy of a
+    The profiler reports each allocation and release, including those within an operation, such as SDPA's copy of a
     transposed mask. It doesn't report scratch memory of oneDNN and MKL, because torch doesn't allocate it. Nor does it report
     the release of memory that was allocated before the `with` statement. A computation that releases such memory must run once
     before `start`.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device, self.bytes = device, 0
+    bytes = 0
 
     def __enter__(self) -> "Peak":
-        if self.device == "cpu":
-            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.profile.__enter__()
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
         self.start()
         return self
 
     def start(self) -> None:
         """Measure from here."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            with record_function(START):
-                pass
+        with record_function(START):
+            pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self.before
-            return
         self.profile.__exit__(kind, error, traceback)
         if kind is not None:
             return

@@ -46,7 +46,7 @@ def compare_models(group: Group, settings: Settings) -> dict[str, Record]:
         layers = Encoder(**{**sizes, "attn_flash": True, **MODELS[name]})
         model = (
             TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=group.length, attn_layers=layers, use_abs_pos_emb=False)
-            .to(device=settings.device, dtype=getattr(torch, group.dtype))
+            .to(getattr(torch, group.dtype))
             .eval()
         )
 
@@ -54,7 +54,7 @@ def compare_models(group: Group, settings: Settings) -> dict[str, Record]:
             with torch.no_grad():
                 model(given, return_embeddings=True)
 
-        return clocked(run, settings.device, settings.clock)
+        return clocked(run, settings.clock)
 
     def build(name: str) -> Run:
         return theirs(name.removeprefix(THEIRS)) if name.startswith(THEIRS) else ours(name)
@@ -80,7 +80,7 @@ def compare_rotations(group: Group, settings: Settings) -> dict[str, Record]:
 
     host = stock(group, settings, intermediate_size=HEAD_DIM)
     shape, dtype = (group.batch, group.heads, group.length, HEAD_DIM), getattr(torch, group.dtype)
-    queries = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed)).to(settings.device, dtype)
+    queries = torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed)).to(dtype)
 
     def ours(layout: str) -> Run:
         model: Any = patched(host, "rope", group, settings, layout=layout)
@@ -90,16 +90,16 @@ def compare_rotations(group: Group, settings: Settings) -> dict[str, Record]:
             with torch.no_grad():
                 return model.posenc("rotate", queries, None, context)
 
-        return clocked(run, settings.device, settings.clock)
+        return clocked(run, settings.clock)
 
     def theirs() -> Run:
-        rotary = RotaryEmbedding(dim=HEAD_DIM).to(settings.device)
+        rotary = RotaryEmbedding(dim=HEAD_DIM)
 
         def run() -> Tensor:
             with torch.no_grad():
                 return rotary.rotate_queries_or_keys(queries)
 
-        return clocked(run, settings.device, settings.clock)
+        return clocked(run, settings.clock)
 
     def build(name: str) -> Run:
         return theirs() if name == ROTATION else ours(LAYOUTS[name])

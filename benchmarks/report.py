@@ -63,19 +63,6 @@ def title(name: str, group: Record) -> str:
     return f"{name}: {host}, {shape}, {', '.join(more)}"
 
 
-def rehearsal(results: Record) -> str:
-    """What ran in a rehearsal, without its times, which mean nothing. Then the failures."""
-    groups = results["groups"]
-    failures = [
-        f"{name}, {subject}: {record['failed']}"
-        for name, group in groups.items()
-        for subject, record in group["subjects"].items()
-        if "failed" in record
-    ]
-    ran = sum(len(group["subjects"]) for group in groups.values()) - len(failures)
-    return "\n".join([f"{ran} measurements in {len(groups)} groups ran to their end, {len(failures)} failed", *failures])
-
-
 def listing(groups: Iterable[Group]) -> Iterator[str]:
     """The groups in the order of measurement, under the heading of each kind."""
     last = ""
@@ -122,7 +109,6 @@ CLOCKS = {"wall": "wall clock", "process": "CPU time"}
 def machine(about: dict[str, Any]) -> str:
     counts = ", ".join(f"{about[name + 's']} {name}{'s' * (about[name + 's'] != 1)}" for name in ("core", "thread"))
     shown = f"{about['cpu']}, {counts}, {CLOCKS[about.get('clock', 'wall')]}"
-    shown = f"{about['gpu']}; {shown}" if about.get("gpu") else shown
     return f"{shown}; torch {about['torch']}, transformers {about['transformers']}, Python {about['python']}"
 
 
@@ -179,10 +165,10 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for cell, width, number in cells)
 
 
-def tables(results: dict[str, Any], device: str) -> str:
-    """The summary in docs/results/speed.md: missed targets (for a CPU), and the speed of every encoding."""
+def tables(results: dict[str, Any]) -> str:
+    """The summary in docs/results/speed.md: the speed of every encoding, and missed targets."""
     groups = results["groups"]
-    lines = [f"{machine(results['machine'])}; {results['date']}."]
+    lines = ["## On a CPU", "", f"{machine(results['machine'])}; {results['date']}."]
     if any(name in groups for names in COLUMNS.values() for name in names):
         peaks = [
             f"{_number(groups[name]['subjects'][STOCK]['peak_mb'])} in the original {title(name, groups[name]).split()[1][:-1]}"
@@ -191,8 +177,7 @@ def tables(results: dict[str, Any], device: str) -> str:
         ]
         shown = SHOWN.format(originals=f" ({', '.join(peaks)})" if peaks else "")
         lines += ["", "### Every encoding", "", shown, "", *_markdown(_by_encoding(groups))]
-    if device == "cpu":
-        lines += ["", "### Targets that aren't met", "", *_target_rows(list(verdicts(groups)))]
+    lines += ["", "### Targets that aren't met", "", *_target_rows(list(verdicts(groups)))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -248,23 +233,9 @@ def _markdown(rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
-def write_tables(page: Path, by_device: dict[str, Any]) -> None:
-    """Replace the text between the markers of a page. It also lists devices without results.
-
-    Raises ValueError if the page lacks a marker.
-    """
-    records.fill(page, MARKERS, both(by_device))
-
-
-def both(by_device: dict[str, Any]) -> str:
-    """The summary for a CPU, then the one for a GPU."""
-    parts = []
-    for device, heading in (("cpu", "CPU"), ("cuda", "GPU")):
-        command = "make bench" if device == "cpu" else "make bench-gpu"
-        nothing = f"Not measured yet{': no GPU was available' if device == 'cuda' else ''}. Run `{command}`.\n"
-        shown = tables(by_device[device], device) if device in by_device else nothing
-        parts.append(f"## On a {heading}\n\n{shown}")
-    return "\n".join(parts)
+def write_tables(page: Path, results: dict[str, Any]) -> None:
+    """Replace the text between the markers of a page. Raises ValueError if it lacks a marker."""
+    records.fill(page, MARKERS, tables(results))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

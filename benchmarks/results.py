@@ -24,7 +24,7 @@ REPORTING = {"bench.py", "report.py", "targets.py", "results.py"}
 
 def machine(settings: Settings) -> dict[str, Any]:
     """The hardware, software versions, and settings that results depend on."""
-    about = {
+    return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -36,7 +36,6 @@ def machine(settings: Settings) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.system(),
     }
-    return {**about, "gpu": torch.cuda.get_device_name()} if settings.device == "cuda" else about
 
 
 def _cpu() -> str:

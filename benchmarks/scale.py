@@ -117,13 +117,13 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
     batches = [texts[start : start + size] for start in range(0, len(texts), size)]
 
     def build(name: str) -> Run:
-        model = SentenceTransformer(minilm(), device=settings.device)
+        model = SentenceTransformer(minilm(), device="cpu")
         longest = model.max_seq_length
         patched = model if name == STOCK else hf_posenc.patch(model, name)
         patched.max_seq_length = longest  # Otherwise, a patched model would embed whole texts.
         # After the warm-up, each subject begins with the first texts.
         turns = itertools.cycle(batches[-settings.warmup % len(batches) :] + batches[: -settings.warmup % len(batches)])
-        return clocked(lambda: patched.encode(next(turns), show_progress_bar=False), settings.device, settings.clock)
+        return clocked(lambda: patched.encode(next(turns), show_progress_bar=False), settings.clock)
 
     records, timed = compared([STOCK, *encodings(group, settings)], build, group, settings)
     for name in timed.runs:

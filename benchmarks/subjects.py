@@ -93,7 +93,7 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
         model = (LlamaForCausalLM if group.kind == "generate" else LlamaModel)(config)
     model.set_attn_implementation("sdpa")
     made: Any = model
-    return made.to(device=settings.device, dtype=getattr(torch, group.dtype)).eval()
+    return made.to(getattr(torch, group.dtype)).eval()
 
 
 def side(group: Group) -> int:
@@ -138,10 +138,10 @@ def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(settings.seed)
     if group.host in PATCHES:
         images = torch.randn(group.batch, 3, side(group), side(group), generator=generator)
-        return {"pixel_values": images.to(device=settings.device, dtype=getattr(torch, group.dtype))}
+        return {"pixel_values": images.to(getattr(torch, group.dtype))}
     ids = torch.randint(0, VOCABULARY, (group.batch, group.length), generator=generator)
     made = {"input_ids": ids}
     if group.padded:
         made["attention_mask"] = torch.ones_like(ids)
         made["attention_mask"][::2, group.length - group.length // 4 :] = 0
-    return {name: tensor.to(settings.device) for name, tensor in made.items()}
+    return made

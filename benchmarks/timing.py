@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 Run = Callable[[], float]
 """Runs one measurement and returns its seconds."""
 Build = Callable[[str], Run]
@@ -32,28 +30,18 @@ class Timed:
     runs: dict[str, Run] = field(default_factory=dict)
 
 
-def synchronize(device: str) -> None:
-    """Wait until the device has finished all work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 """Name -> a clock, in seconds. The process clock stops while other processes use the core. It is for a single thread on a
 shared machine."""
 
 
-def clocked(
-    function: Callable[[], Any], device: str = "cpu", clock: str = "wall", after: Callable[[], Any] | None = None
-) -> Run:
-    """A run that times `function` until the device has finished. `after` is then called, and isn't timed."""
+def clocked(function: Callable[[], Any], clock: str = "wall", after: Callable[[], Any] | None = None) -> Run:
+    """A run that times `function`. `after` is then called, and isn't timed."""
     now = CLOCKS[clock]
 
     def run() -> float:
-        synchronize(device)
         started = now()
         function()
-        synchronize(device)
         seconds = now() - started
         if after is not None:
             after()

@@ -47,7 +47,7 @@ def forward(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
         with torch.no_grad():
             model(**given)
 
-    return clocked(run, settings.device, settings.clock)
+    return clocked(run, settings.clock)
 
 
 def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
@@ -58,14 +58,14 @@ def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
     def run() -> None:
         model(**given).last_hidden_state.float().square().mean().backward()
 
-    return clocked(run, settings.device, settings.clock, after=lambda: model.zero_grad(set_to_none=True))
+    return clocked(run, settings.clock, after=lambda: model.zero_grad(set_to_none=True))
 
 
 def generate(model: Any, group: Group, settings: Settings) -> Run:
     """Greedy generation of as many tokens as the group's length, after prompts of PROMPT tokens."""
     prompts = inputs(group, settings)["input_ids"][:, :PROMPT]
     given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
-    return clocked(lambda: model.generate(prompts, max_new_tokens=group.length, **given), settings.device, settings.clock)
+    return clocked(lambda: model.generate(prompts, max_new_tokens=group.length, **given), settings.clock)
 
 
 def compare_compiled(group: Group, settings: Settings) -> dict[str, Record]:
@@ -120,6 +120,6 @@ def compare_decoding(group: Group, settings: Settings) -> dict[str, Record]:
             with torch.no_grad():
                 model(input_ids=token, **{CACHE: cache})
 
-        return clocked(run, settings.device, settings.clock, after=lambda: cache.crop(-1))
+        return clocked(run, settings.clock, after=lambda: cache.crop(-1))
 
     return compare(step, group, settings)

@@ -20,8 +20,6 @@ from xdist.scheduler import LoadFileScheduling
 from launcher import Launcher, Servers
 
 ROOT = Path(__file__).parents[1]
-GPU = os.environ.get("GPU", "cuda")
-"""The device of the GPU tests. `make rehearse-gpu` runs them on a CPU."""
 WORDS = [f"w{i}" for i in range(56)]
 """With five special tokens, the vocabulary of `models.VOCABULARY` tokens."""
 SHARED = {}
@@ -69,14 +67,6 @@ def pytest_collection_finish():
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return ByFileAndHost(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
-def pytest_runtest_setup(item):
-    if marker := item.get_closest_marker("gpu"):
-        import torch
-
-        if GPU == "cuda" and not torch.cuda.is_available():
-            pytest.skip(*marker.args or ("needs a GPU",))
 
 
 @pytest.fixture(autouse=True)

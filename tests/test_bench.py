@@ -31,7 +31,7 @@ from benchmarks import (
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
-from conftest import GPU, ROOT
+from conftest import ROOT
 
 PAGE, KEPT = ROOT / "docs" / "results" / "speed.md", ROOT / "scripts" / "results"
 FEW = Settings(rounds=2, warmup=1, threads=1)
@@ -275,7 +275,7 @@ def test_other_libraries(group):
 
 def test_the_weights_that_patching_copies(monkeypatch):
     monkeypatch.setattr(scale, "stock", lambda group, settings: subjects.stock(Group("forward", 512, **SMALL), settings))
-    group = next(group for group in grid.ON_CPU if group.kind == "patch")
+    group = next(group for group in grid.GROUPS if group.kind == "patch")
     few = Settings(rounds=2, threads=1, encodings=("alibi", "shaw"))
     record = measuring.measure(group, few)
     assert {name: each["copied_mb"] for name, each in record["subjects"].items()} == {"alibi": 0, "shaw": 0}
@@ -334,7 +334,7 @@ def test_targets():
     slower = found["x time", "alibi", "attention-8192-fp32"]
     assert slower.value == pytest.approx(1 / 0.9) and slower.interval == pytest.approx((1 / 0.92, 1 / 0.89))
     assert found["MB more", "alibi", "attention-8192-fp32"].value == 90
-    page, tables = report.text(whole(groups)), report.tables(whole(groups), "cpu")
+    page, tables = report.text(whole(groups)), report.tables(whole(groups))
     assert "targets: 3 of 6 met" in page and "MISSED" in page
     assert (
         "| ≥ 0.97x stock | 0.96 [0.95, 0.98] (t5, forward-512-fp32) | undecided |" in tables
@@ -346,25 +346,23 @@ def test_targets():
 
 
 def test_targets_are_of_groups_that_there_are():
-    names = [group.name for group in grid.ON_CPU]
+    names = [group.name for group in grid.GROUPS]
     assert len(names) == len({*names}) and {name for target in targets.TARGETS for name in target.groups} <= {*names}
     assert {*grid.QUICK} <= {*names}
-    for device in ("cpu", "cuda"):
-        assert {group.kind for group in grid.groups(device)} <= {*measuring.KINDS} and grid.groups(device, quick=True)
+    assert {group.kind for group in grid.groups()} <= {*measuring.KINDS} and grid.groups(quick=True)
     with pytest.raises(ValueError, match="there is no group forwards; there are forward, forward-128-fp32"):
-        grid.groups("cpu", only=("forwards",))
+        grid.groups(only=("forwards",))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_list_of_groups(device, capsys):
+def test_the_list_of_groups(capsys):
     """--list shows each group once, with its description and in the order of measurement. The error lists the same names."""
-    bench.main(["--list", "--device", device])
+    bench.main(["--list"])
     heads = [line.strip().partition(": ") for line in capsys.readouterr().out.splitlines()]
-    names, every = [name for name, _, _ in heads], grid.groups(device)
+    names, every = [name for name, _, _ in heads], grid.groups()
     assert len(names) == len({*names}) and all(what for _, _, what in heads)
     assert [name for name in names if name in {group.name for group in every}] == [group.name for group in every]
     with pytest.raises(ValueError) as stopped:
-        grid.groups(device, only=("forwards",))
+        grid.groups(only=("forwards",))
     assert str(stopped.value).partition("there are ")[2].partition(" (--list")[0].split(", ") == names
 
 
@@ -373,7 +371,7 @@ def test_what_fails_is_shown():
     group["subjects"]["broken"] = {"failed": "RuntimeError: out of memory"}
     results_ = whole({"forward-512-fp32": group})
     assert "  broken: RuntimeError: out of memory" in report.text(results_)
-    assert "| `broken` | failed: RuntimeError: out of memory |" in report.tables(results_, "cpu")
+    assert "| `broken` | failed: RuntimeError: out of memory |" in report.tables(results_)
 
 
 def test_results_of_groups_are_put_together(tmp_path):
@@ -404,7 +402,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     shown.
     """
     small = Group("forward", 12, **SMALL)
-    monkeypatch.setattr(grid, "ON_CPU", (small, Group("rotation", 12, dtype="float7")))
+    monkeypatch.setattr(grid, "GROUPS", (small, Group("rotation", 12, dtype="float7")))
     page = tmp_path / "speed.md"
     page.write_text(f"Before\n\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\n\nAfter\n")
     given = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--encodings", "none,alibi", "--docs_file", str(page)]
@@ -421,7 +419,6 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "bench.png").stat().st_size > 10_000
     said = page.read_text()
     assert said.startswith("Before\n") and said.endswith("After\n") and "old" not in said and "`alibi`" in said
-    assert "no GPU was at hand. `make bench-gpu` fills this part" in said
     tried = []
     monkeypatch.setattr(bench, "measured", lambda group, settings: tried.append(group.name) or bench.failed(group, "again"))
     with pytest.raises(SystemExit, match="rotation-12-fp7"):
@@ -449,7 +446,7 @@ def test_encodings_of_a_module(tmp_path):
     """The process that measures imports the module's encodings. Results belong to one version of the file."""
     (tmp_path / "my_windows.py").write_text(WINDOW)
     (tmp_path / "my_more.py").write_text("")
-    small = "from benchmarks import bench, grid\ngrid.ON_CPU = (grid.Group('forward', 12, layers=1, heads=2),)\n"
+    small = "from benchmarks import bench, grid\ngrid.GROUPS = (grid.Group('forward', 12, layers=1, heads=2),)\n"
     small += "if __name__ == '__main__': bench.main()"
     (tmp_path / "small.py").write_text(small)
     given = ["--rounds=2", "--warmup=0", "--threads=1", "--parts_dir=parts", "--encodings=alibi,window-of-a-file"]
@@ -495,7 +492,6 @@ def _die(group, settings):
         (["--encodings", "alibi,alibo"], "--encodings: there is no encoding alibo; registered: none, alibi"),
         (["--clock", "process"], "requires --threads 1"),
         (["--report_only", "--output_dir", "empty"], "no results in empty: there is no bench.json. Run `make bench`"),
-        (["--report_only", "--output_dir", "empty", "--device", "cuda"], "bench-gpu.json. Run `make bench-gpu`"),
     ],
 )
 def test_arguments_that_cannot_be(given, said, capsys, tmp_path, monkeypatch):
@@ -506,52 +502,13 @@ def test_arguments_that_cannot_be(given, said, capsys, tmp_path, monkeypatch):
     assert said in f"{stopped.value}{capsys.readouterr().err}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(tmp_path):
-    with pytest.raises(SystemExit, match="no GPU here"):
-        bench.main(["--device", "cuda"])
-    done = subprocess.run(["make", "-n", "test-gpu"], capture_output=True, text=True, cwd=ROOT)
-    assert "no GPU here" in done.stdout and "-m gpu" in done.stdout
-
-
-def test_a_rehearsal_counts_every_group(monkeypatch, capsys, tmp_path):
-    """Each group of a GPU runs at a small size, and each failure is printed."""
-    sizes = {}
-
-    def measure(group, settings):
-        sizes[group.name] = group.length
-        fails = {"failed": "RuntimeError: no"} if group.host == "gpt2" else {"milliseconds": 1.0}
-        return {**group.about(), "subjects": {"stock": {"milliseconds": 1.0}, "alibi": fails}}
-
-    monkeypatch.setattr(bench, "measured", measure)
-    bench.main(["--device", "cuda", "--rehearse", "--parts_dir", str(tmp_path)])
-    groups = grid.groups("cuda")
-    failures = [f"{group.name}, alibi: RuntimeError: no" for group in groups if group.host == "gpt2"]
-    ran = f"{2 * len(groups) - len(failures)} measurements in {len(groups)} groups ran to their end, {len(failures)} failed"
-    assert capsys.readouterr().out.splitlines() == [ran, *failures]
-    assert failures and max(sizes.values()) == max(group.length for group in groups) // 16 and not [*tmp_path.iterdir()]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    settings = Settings(device=GPU, rounds=2)
-    for kind in KINDS:
-        group = Group(kind, 64, dtype="bfloat16", host="gpt2" if kind == "decode" else "bert", **SMALL)
-        record = measuring.measure(group, settings)
-        assert not [each for each in record["subjects"].values() if "failed" in each], record
-    with Peak(GPU) as peak:
-        torch.ones(1000, 1000, device=GPU).sum()
-    assert 4_000_000 <= peak.bytes < 5_000_000
-
-
 def test_the_page_and_the_text_show_the_results():
-    by_device = bench.by_device(KEPT)
-    for device, found in by_device.items():
-        assert (KEPT / f"bench{bench.SUFFIX[device]}.txt").read_text() == report.text(found)
-        measured = {target for target in targets.TARGETS if {*target.groups} & {*found["groups"]}}
-        assert {each.target for each in targets.verdicts(found["groups"])} == measured, "targets that apply to no record"
+    found = bench.records.read(KEPT / "bench.json")
+    assert (KEPT / "bench.txt").read_text() == report.text(found)
+    measured = {target for target in targets.TARGETS if {*target.groups} & {*found["groups"]}}
+    assert {each.target for each in targets.verdicts(found["groups"])} == measured, "targets that apply to no record"
     shown = PAGE.read_text().partition(report.MARKERS[0])[2].partition(report.MARKERS[1])[0]
-    assert shown.strip() == report.both(by_device).strip()
+    assert shown.strip() == report.tables(found).strip()
 
 
 def test_changes_since_another_commit():

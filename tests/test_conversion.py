@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
 from closeness import assert_equal
-from conftest import GPU, WORDS, run_python
+from conftest import WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
@@ -404,16 +404,6 @@ def test_texts_are_cut_to_the_promised_length(minilm):
     model = stock("bert", vocab_size=len(tokenizer))
     new = hf_posenc.convert(model, "relative", texts=texts, tokenizer=tokenizer, max_length=16, max_distance=4)
     assert hf_posenc.inspect(new).calibration.length == 16
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("encoding", ["relative", "shaw"])
-def test_on_a_gpu(encoding):
-    _, expected = convert("bert", encoding, max_distance=REACH)
-    _, new = convert(stock("bert").to(GPU), encoding, max_distance=REACH)
-    assert {parameter.device.type for parameter in new.parameters()} == {GPU}
-    reports = [hf_posenc.inspect(each).calibration for each in (new, expected)]
-    assert reports[0].kl_after == pytest.approx(reports[1].kl_after, abs=5e-3)
 
 
 @pytest.mark.parametrize("saved", [False, True])

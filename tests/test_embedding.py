@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
-from conftest import GPU, run_python
+from conftest import run_python
 from hf_posenc import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import list_encodings
 from models import slow
@@ -182,17 +182,6 @@ def test_device_and_dtype_arguments(name):
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
     tokens = hf_posenc.TokenPositionEmbedding(10, hidden_size=D, device="meta", dtype=torch.bfloat16, **LAYERS[name])
     assert {(parameter.device.type, parameter.dtype) for parameter in tokens.parameters()} == {("meta", torch.bfloat16)}
-
-
-@pytest.mark.gpu
-@every_layer
-def test_on_a_gpu(name):
-    layer, inputs = make(name), embeds(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[0, :3] = 0
-    expected = layer(inputs, attention_mask=mask)
-    actual = make(name, device=GPU)(inputs.to(GPU), attention_mask=mask.to(GPU))
-    torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
 # Saving, copying, and compiling.

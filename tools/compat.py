@@ -66,6 +66,8 @@ ENVIRONMENTS = {
     "5.22": Environment(("3.12", "3.11"), ("torch==2.13.*", "transformers==5.22.*")),
     "newest": Environment(("3.14", "3.13", "3.12", "3.11")),
 }
+GPU = Environment(("3.12", "3.11"), ("torch==2.11.*", "transformers==5.17.*", "accelerate", "pytest", "pytest-xdist"))
+"""The environment of `make rehearse-gpu`, without this package."""
 CROSSINGS = (("newest", "oldest"), ("oldest", "newest"))
 """Pairs of the environment that saves and the one that loads."""
 
@@ -119,17 +121,11 @@ def python_of(name: str) -> Path:
     return folder / "python"
 
 
-def create(name: str, package: Path) -> None:
-    """Create the environment, or update it."""
+def create(name: str, environment: Environment, *wanted: str) -> None:
+    """Create the environment with these and its own packages, or update it."""
     if not python_of(name).exists():
-        run(uv(), "venv", "--quiet", "--python", interpreter(ENVIRONMENTS[name].pythons), FOLDER / name)
-    wanted = [
-        f"hf-posenc[cli,plot,train] @ {package.as_uri()}",
-        "peft",
-        "sentence-transformers",
-        *TESTS,
-        *ENVIRONMENTS[name].packages,
-    ]
+        run(uv(), "venv", "--quiet", "--python", interpreter(environment.pythons), FOLDER / name)
+    wanted = ("peft", "sentence-transformers", *wanted, *environment.packages)
     install: list[str | Path] = [uv(), "pip", "install", "--quiet", "--python", python_of(name)]
     install += ["--reinstall-package", "hf-posenc"]
     try:
@@ -180,7 +176,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
     state = f"{sources()} {' '.join((*ENVIRONMENTS[name].packages, *files))}"
     if before.get("state") == state and not before["failed"]:
         return before
-    create(name, package)
+    create(name, ENVIRONMENTS[name], f"hf-posenc[cli,plot,train] @ {package.as_uri()}", *TESTS)
     try_wheel(name)
     report = FOLDER / f"{name}.xml"
     report.unlink(missing_ok=True)
@@ -248,6 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--names", nargs="+", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS], help="environments, all by default"
     )
+    parser.add_argument("--gpu", action="store_true", help="only create the environment of `make rehearse-gpu`")
     parser.add_argument("--files", nargs="+", help="files of tests, by default a smoke set and the contract")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="environments at a time (default: one for each core)"
@@ -256,6 +253,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--docs_file", type=Path, help="a page of docs, in which the table is replaced")
     arguments = parser.parse_args(argv)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if arguments.gpu:
+        return create("gpu", GPU)
     files = arguments.files or [f"tests/test_{name}.py" for name in SMOKE]
     package = wheel()
     with ThreadPoolExecutor(arguments.jobs) as pool:

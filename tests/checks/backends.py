@@ -1,14 +1,11 @@
-"""Attention implementations, data types, compilation, and devices."""
+"""Attention implementations, data types, and compilation."""
 
 import copy
 
-import pytest
 import torch
 
-import hf_posenc
 from checks.registry import TEXT, check
-from closeness import LOOSE, assert_close
-from conftest import GPU
+from closeness import assert_close
 from cover import quick
 from models import backends, tokens
 from oracles import padded
@@ -75,17 +72,3 @@ def exports(it):
     arguments, real = given(it)
     program = torch.export.export(it.twin(), (), arguments, strict=False).module()
     assert_close(program(**arguments)[0][real], it.model(**arguments)[0][real])
-
-
-@check()
-@pytest.mark.gpu
-@torch.no_grad()
-def a_gpu_gives_the_same(it):
-    """A model patched on a GPU gives the same output as on a CPU."""
-    arguments, real = given(it)
-    model = it.twin()
-    new = hf_posenc.patch(hf_posenc.unpatch(model).to(GPU), it.spec, max_length=it.max_length)
-    new.load_state_dict(model.state_dict())
-    assert {each.device.type for each in (*new.parameters(), *new.buffers())} == {GPU}
-    there = {name: value.to(GPU) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    assert_close(new(**there)[0].cpu()[real], it.model(**arguments)[0][real], **LOOSE)
