@@ -179,6 +179,12 @@ def test_parsed_once(host, parsed, tmp_path):
     assert len(parsed) == 1
 
 
+def test_reading_a_config_serializes_nothing(monkeypatch):
+    config = hf_posenc.PosEncBertConfig(position_encoding="alibi")
+    monkeypatch.setattr(PositionSpec, "to_dict", None)
+    assert config.position_spec.type == "alibi"
+
+
 def test_a_changed_config_is_read_anew(parsed):
     config = hf_posenc.PosEncBertConfig(position_encoding="alibi")
     assert read(config) is read(config) is config.position_spec and len(parsed) == 1
