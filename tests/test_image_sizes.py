@@ -199,6 +199,15 @@ def test_unsupported(name, settings, words):
     assert all(torch.equal(value, before[0][path]) for path, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["vit", "clip", "siglip", "registers"])
+def test_images_of_another_size_than_the_table(name):
+    """Its first rows would belong to other places."""
+    patched = hf_posenc.patch(stock(name), "learned")
+    for size in (16, 24, BIGGER):
+        with pytest.raises(ValueError, match="image_size"):
+            at_any_size(patched, images(height=size, width=size))
+
+
 def test_a_table_of_another_length():
     patched = hf_posenc.patch(stock("vit"), "learned", max_length=PATCHES + 4)
     with pytest.raises(ValueError, match="20 positions.* 16 patches"):

@@ -185,7 +185,14 @@ class PositionContext:
             return replace(placed, positions=positions, start=start)
 
         context = self.cached(("placed", length, device, square), make)
-        limit = self.encoding.geometry.max_length
+        geometry = self.encoding.geometry
+        limit = geometry.max_length
+        other_size = whole and patches and patches == length - extra and patches != limit == geometry.trained_length
+        if other_size and self.encoding.needs_max_length(geometry):
+            raise ValueError(
+                f"The image has {patches} patches, but this model has position embeddings of {limit}, row by row. Resize it or "
+                "call hf_posenc.extend(model, image_size=…)."
+            )
         longest = max(layout.images) if whole and layout.images else context.positions.shape[1]
         longest += self.past if isinstance(self.past, int) else 0
         if limit is not None and longest > limit:
