@@ -103,7 +103,7 @@ class AttentionRecord:
         """Keys that the original masks (padding, later tokens, tokens beyond a window) are masked in the model also."""
         row, end = slice(text, text + 1), len(shown)
         own: dict[str, Any] = {
-            name: value if value is None else (value if len(value) == 1 else value[row])[:, :end]
+            name: value if value is None or isinstance(value, int) else (value if len(value) == 1 else value[row])[:, :end]
             for name in ("positions", "start", "keys")
             for value in (getattr(self.context, name),)
         }
