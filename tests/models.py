@@ -493,6 +493,13 @@ def backends(model):
     return ("eager", "sdpa") if model._supports_sdpa else ("eager",)
 
 
+def checkpointing(model, enable=True, **options):
+    """Turn checkpointing of activations on or off. Transformers 5.23 renamed its methods."""
+    kinds = (kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable"))
+    switch = getattr(model, f"{next(kinds)}_checkpointing_{'enable' if enable else 'disable'}")
+    switch(options) if enable else switch()
+
+
 def rebuilt(model):
     """A model of the same class, built from the config and the saved weights."""
     new = type(model)(copy.deepcopy(model.config)).eval()

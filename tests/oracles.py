@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_posenc import _compat
+import models
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from models import CACHE, HOSTS, first, stock
 
@@ -178,7 +178,7 @@ def gradients(model, loss):
 
 def checkpointed(model, loss, reentrant):
     """The same gradients with gradient checkpointing, reentrant or not."""
-    _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+    models.checkpointing(model, use_reentrant=reentrant)
     if reentrant:
         model.enable_input_require_grads()
     return gradients(model, loss)

@@ -6,7 +6,6 @@ from torch.overrides import TorchFunctionMode
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc.attention.intercept import SOFTMAX
 from models import randomize_encoding, tokens
 from models import tiny as tiny_of
 from oracles import in_pieces, sinusoids
@@ -33,6 +32,9 @@ FAMILIES = {
     "vjepa2": (32, 0, 0),
 }
 """Model type -> the number of tokens with a position in its first attention, and of those before and behind them."""
+
+
+SOFTMAX = (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax)
 
 
 class Weights(TorchFunctionMode):

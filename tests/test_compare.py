@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from conftest import ROOT, run_python
 from hf_posenc import cli, compare
-from hf_posenc._versions import install
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
 from hf_posenc.plots import study_curves
@@ -531,7 +530,7 @@ def test_a_changed_class_is_another_setting(tmp_path, monkeypatch, own_registry)
 def test_matplotlib_is_missed_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=re.escape(install("plot"))):
+    with pytest.raises(SystemExit, match="pip install"):
         compare.main(["--output_dir", str(tmp_path / "study")])
     assert not (tmp_path / "study").exists()
 

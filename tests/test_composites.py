@@ -18,10 +18,9 @@ from transformers.models.evolla import modeling_evolla
 from typer.testing import CliRunner
 
 import hf_posenc
+import models
 from closeness import assert_apart, assert_close, assert_equal
 from conftest import run_python
-from hf_posenc import _compat
-from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
 from models import (
     BERT,
@@ -207,8 +206,7 @@ def test_patch_and_unpatch(name, submodel, encoding):
     new = randomize_encoding(hf_posenc.patch(model, encoding, submodel=submodel, **OPTIONS.get(encoding, {})))
     assert type(new).__name__ == f"PosEnc{type(model).__name__}"
     assert type(new.base_model).__name__ == f"PosEnc{type(model.base_model).__name__}"
-    assert [is_patched(module) for module in new.base_model.get_submodule(submodel).modules()].count(True) == 1
-    assert [is_patched(module) for module in new.modules()].count(True) == 1
+    assert [plan["path"] for plan in new.config.position_plan] == [submodel]
     assert_apart(run(new, inputs), expected)
     again = hf_posenc.unpatch(new)
     assert type(again) is type(model) and again.config.to_dict() == saved == model.config.to_dict()
@@ -359,7 +357,7 @@ def test_from_scratch(name, tmp_path):
     assert chosen.to_dict() == before and not hasattr(chosen.text_config, "position_spec")
     for each in (model, direct):
         assert type(each).__name__ == f"PosEnc{PARENTS[name].base}"
-        assert is_patched(each.get_submodule(submodel)) and each.config.to_dict() == before
+        assert each.config.to_dict() == before
     model.save_pretrained(tmp_path)
     again, inputs = AutoModel.from_pretrained(tmp_path), PARENTS[name].inputs()
     assert_equal(run(again, inputs), run(model, inputs))
@@ -568,9 +566,9 @@ def test_checkpointing_and_lora(tmp_path):
 
     expected = gradients(model.train(), loss)
     assert any("posenc" in name for name in expected)
-    _compat.enable_checkpointing(model, {"use_reentrant": False})
+    models.checkpointing(model, use_reentrant=False)
     assert_close(gradients(model, loss), expected)
-    _compat.disable_checkpointing(model.eval())
+    models.checkpointing(model.eval(), enable=False)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     expected = run(adapted, inputs)
     adapted.save_pretrained(tmp_path / "adapter")

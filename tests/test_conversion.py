@@ -11,10 +11,8 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 import hf_posenc
 from closeness import assert_equal
 from conftest import WORDS, run_python
-from hf_posenc.architectures.contributions import contributions
-from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
-from models import CACHE, HOSTS, VOCABULARY, first, slow, stock, tiny, tokens
+from models import CACHE, VOCABULARY, first, slow, stock, tiny, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -520,25 +518,6 @@ def test_strings_and_the_tokenizers_length(minilm):
     assert_equal(options().state_dict(), new.state_dict())  # by the name of its directory
     report = hf_posenc.inspect(new).calibration
     assert report.agreement > report.agreement_before and report.texts == 6
-
-
-def test_every_host_has_its_contributions():
-    """Each model has tables, and two projections of the right width in each layer."""
-    from hf_posenc.architectures.detection import find_all
-
-    for host in HOSTS:
-        model = stock(host)
-        (found,) = find_all(model).values()
-        names = list(contributions(found))
-        layers = len(set(found.blocks.values()))
-        tables = sum(source.accepts_embeddings for source in found.components)
-        assert len(names) == tables + 2 * layers, (host, names)
-
-
-def test_rows_of_one_length_need_no_mask():
-    rows = [{"input_ids": torch.tensor(ids)} for ids in ([3, 4, 5], [6, 7, 8])]
-    assert padded(rows, torch.device("cpu")).keys() == {"input_ids"}
-    assert padded([*rows, {"input_ids": torch.tensor([9])}], torch.device("cpu"))["attention_mask"].tolist()[-1] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["UdopModel", "BrosModel"])

@@ -11,8 +11,8 @@ import torch
 import hf_posenc
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics import matrix_properties
-from hf_posenc.encodings import Geometry, build, canonical
 from models import patched, shared
+from oracles import make
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -191,7 +191,7 @@ def test_sinusoids_are_shifted_by_one_matrix(layout):
     encoding = {"type": "sinusoidal", "layout": layout}
     found = diagnostics.shift_error(encoding, 64, offsets=(1, 5, 30), **SMALL)
     assert max(found.error) < 1e-6
-    module = build(canonical(encoding), Geometry(hidden_size=16))
+    module = make(encoding["type"], layout=layout)
     matrix, positions = module.shift_matrix(5), torch.arange(20)
     close(module.embed(positions + 5), (module.embed(positions) @ matrix.T).tolist())
 

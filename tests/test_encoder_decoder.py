@@ -14,8 +14,6 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 import hf_posenc
 import models
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc import _compat
-from hf_posenc.configuration import PositionSpec
 from models import BART, CACHE, LENGTH, PAIR_HOSTS, T5, VOCABULARY, randomize, randomize_encoding, slow, tiny, tokens
 from oracles import gradients
 
@@ -64,7 +62,7 @@ def assert_checkpointing_gives(expected, model):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     for reentrant in (True, False):
-        _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+        models.checkpointing(model, use_reentrant=reentrant)
         assert_close(gradients(model, loss), expected)
 
 
@@ -360,8 +358,10 @@ def test_a_target_as_long_as_its_source_is_rotated_by_its_own_positions():
     "where", ["cross", ["cross", "encoder"], {"decoder": {}, "encoder": "rope+shaw"}, {"cross": {"slopes": "learned"}}]
 )
 def test_where_is_written_as_it_is_read(where):
-    spec = PositionSpec.parse({"type": "alibi", "where": where})
-    assert PositionSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
+    config = hf_posenc.PosEncBartConfig(position_encoding={"type": "alibi", "where": where})
+    written = json.loads(config.to_json_string())["position_encoding"]
+    again = hf_posenc.PosEncBartConfig(position_encoding=written)
+    assert json.loads(again.to_json_string())["position_encoding"] == written
 
 
 @some_pairs

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import hf_posenc
 from closeness import assert_apart, assert_close
-from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings import PositionContext
 from hf_posenc.encodings.context import current
 from hf_posenc.modeling import hooks
 from models import CACHE, HOSTS, LENGTH, TABLED, by_structure, first, randomize_encoding, stock, tokens
@@ -19,6 +19,7 @@ from oracles import (
     checkpointed,
     counted,
     gradients,
+    make,
     padding_of,
     sinusoids,
     without_positions,
@@ -143,7 +144,7 @@ def test_inject_in_the_dict():
 @pytest.mark.parametrize("shape", [(2, 3, 5, 16), (6, 5, 16)], ids=["layer", "attention"])
 def test_all_channels_have_the_same_positions(inject, shape):
     """In a time series, layers have the shape `[B, channels, L, D]`. Attentions take each channel as a row."""
-    encoding = build(canonical({"type": "sinusoidal"}), Geometry(16, 4, 4))
+    encoding = make("sinusoidal")
     module, hidden, unknown = torch.nn.Identity(), torch.randn(shape), torch.empty(0, 0, dtype=torch.long)
     add = hooks.before if inject == "every_layer" else hooks.after
     add(module, tuple(encoding.named_parts()), token_axis=-2)

@@ -12,12 +12,12 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
+import models
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc import _compat
 from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PositionContext
 from models import CACHE, CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
 from oracles import gradients, padded, random
 
@@ -241,12 +241,11 @@ def always(monkeypatch):
     monkeypatch.setattr(bias_backends, "MIN_KEYS_BY_ROW", 2)
 
 
+KINDS = hf_posenc.list_encodings()
 ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned"}
 ASYMMETRIC = {"type": "alibi", "sides": "asymmetric", "per_layer": True}
 BIASED = [*BIASING, "shaw+alibi", "transformer_xl+t5", "t5+relative", "rope+t5"]
-DENSE = [
-    name for name in BIASING if "score_bias" in (kind := encoding_class(name)).mechanisms() and not kind.has_distance_vectors()
-]
+DENSE = [name for name in BIASING if {"score_bias"} <= {*KINDS[name].mechanisms()} and not KINDS[name].has_distance_vectors()]
 """Encodings with a bias by content or absolute position that isn't by distance. They always use a dense bias."""
 
 
@@ -592,7 +591,7 @@ def test_checkpointing_drops_the_same_weights(always, encoding):
         outputs.clear()
         model = patched("bert", encoding, attention_probs_dropout_prob=0.4, hidden_dropout_prob=0.0).train()
         model.encoder.layer[0].attention.self.register_forward_hook(note)
-        _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+        models.checkpointing(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
         first(model(tokens())).sum().backward()
         assert len(outputs) == 2 and torch.equal(*outputs)

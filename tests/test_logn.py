@@ -14,7 +14,6 @@ from transformers import AutoModel
 import hf_posenc
 import oracles
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc.architectures.structure import is_patched
 from models import HOSTS, LENGTH, backends, first, randomize_encoding, stock, tokens
 from oracles import MASKS, context_of, padding_of, random
 
@@ -192,7 +191,7 @@ def test_only_in_its_layers():
 
 
 def trained_length(model):
-    return next(stack.posenc.geometry.trained_length for stack in model.modules() if is_patched(stack))
+    return next(module for module in model.modules() if hasattr(module, "posenc")).posenc.geometry.trained_length
 
 
 @pytest.mark.parametrize("host", ["roberta", "gpt2"])

@@ -17,10 +17,11 @@ from transformers import AutoModel
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
 from conftest import run_python
-from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings import PositionContext
 from hf_posenc.encodings.self_extend import least_group as least_group_of
 from hf_posenc.encodings.table_interpolation import STATIC, Extension
 from models import BIASED, CACHE, HOSTS, LENGTH, TABLED, first, patched, rebuilt, slow, stock, tiny, tokens
+from oracles import make
 
 LONG = 2 * LENGTH + 13
 OTHERS = {
@@ -502,8 +503,7 @@ def test_the_least_group(trained, window):
     ("length", "options"), [(8, {}), (9, {}), (23, {"layout": "interleaved"}), (23, {"window": 3, "group": 5})]
 )
 def test_grouped_scores_by_the_formula(length, options, causal):
-    geometry = Geometry(16, 2, 8, None, causal, trained_length=8)
-    encoding = build(canonical({"type": "self_extend", **options}), geometry)
+    encoding = make("self_extend", heads=2, is_causal=causal, trained=8, **options)
     query, key = (torch.randn(1, 2, length, 8, dtype=torch.float64) for _ in range(2))
     window = options.get("window", 2)
     group = options.get("group") or least_group(length, 8, window)

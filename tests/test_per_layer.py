@@ -6,8 +6,8 @@ from transformers import AutoModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
+import models
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc import _compat
 from models import HOSTS, LENGTH, backends, first, patched, randomize_encoding, stock, tokens
 from oracles import alibi, future, gpt2_query_key, gradients, heads
 from reloading import keep, reload
@@ -211,10 +211,10 @@ def test_gradients(host, name):
         model.set_attn_implementation(implementation)
         for reentrant in (None, False, True) if model.supports_gradient_checkpointing else (None,):
             if reentrant is not None:
-                _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+                models.checkpointing(model, use_reentrant=reentrant)
             every = gradients(model, lambda model: first(model(tokens())).square().sum())
             found[implementation, reentrant] = {path: value for path, value in every.items() if "posenc" in path}
-            _compat.disable_checkpointing(model)
+            models.checkpointing(model, enable=False)
     expected = next(iter(found.values()))
     assert expected.keys() == {path for path, _ in model.named_parameters() if "posenc" in path}
     assert all(value.any() for value in expected.values())

@@ -15,22 +15,24 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import hf_posenc
 from hf_posenc.attention import bias_backends
-from hf_posenc.encodings import Geometry, PositionContext, canonical, catalog, encoding_class, options_of
+from hf_posenc.encodings import Geometry, PositionContext, build, canonical, catalog
 from models import ENCODINGS
 
 H, E, D = 2, 8, 16
 LONGEST = 4096
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
-RELATIVE = [name for name in ENCODINGS if encoding_class(name).is_relative()]
-ABSOLUTE = [name for name in ENCODINGS if name not in RELATIVE and {*encoding_class(name).mechanisms()} - {"embed"}]
+KINDS = hf_posenc.list_encodings()
+RELATIVE = [name for name in ENCODINGS if KINDS[name].is_relative()]
+ABSOLUTE = [name for name in ENCODINGS if name not in RELATIVE and {*KINDS[name].mechanisms()} - {"embed"}]
 examples = settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
 def encodings(draw, name, dtype=torch.float64, **sizes):
     """An encoding with random options and parameters, for an encoder or a decoder."""
-    kind = encoding_class(name)
+    kind = KINDS[name]
     choices = {option: catalog.named_values(annotation) for option, annotation in kind.option_types().items()}
     options = {option: draw(st.sampled_from(chosen)) for option, chosen in choices.items() if chosen and draw(st.booleans())}
     causal = kind.causal_only or draw(st.booleans())
@@ -197,8 +199,8 @@ def test_round_trips(name, data):
     given_options = {option: getattr(encoding, option) for option in encoding.option_types()}
     written = json.loads(json.dumps({"type": name, **given_options}))
     again = canonical(written)
-    assert again == canonical(again) and {**given_options, **options_of(again)} == given_options
-    other = encoding_class(name)(encoding.geometry, **options_of(again))
+    assert again == canonical(again) and {**given_options, **again} == {**given_options, "type": name}
+    other = build(again, encoding.geometry)
     other.load_state_dict(encoding.state_dict())
     query, key, context = states(1, H, 5, E), states(1, H, 5, E, seed=1), context_of(encoding, 5)
     query, key = query.float(), key.float()
@@ -211,7 +213,7 @@ def test_round_trips(name, data):
 
 @every_encoding
 def test_options_are_checked(name):
-    kind = encoding_class(name)
+    kind = KINDS[name]
     with pytest.raises(ValueError, match="has no option 'nonsense'"):
         canonical({"type": name, "nonsense": 1})
     for option, annotation in kind.option_types().items():
@@ -240,7 +242,7 @@ def test_any_two_act_together_or_are_refused(first):
                 canonical(name)
             continue
         geometry = Geometry(D, H, E, LONGEST, is_causal=True, trained_length=8)
-        whole = encoding_class(name)(geometry, **options_of(canonical(name))).double()
+        whole = build(canonical(name), geometry).double()
         query, key = states(1, H, 9, E), states(1, H, 9, E, seed=1)
         every = scores(whole, query, key, context_of(whole, 9))
         close(scores(whole, query[:, :, -1:], key, context_of(whole, 1, past=8)), every[:, :, -1:])

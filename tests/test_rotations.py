@@ -19,8 +19,6 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 import hf_posenc
 import oracles
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc.attention.dispatch import AttentionState, rotate
-from hf_posenc.encodings import PatchLayout
 from models import CACHE, DECODER, LLAMA, Host, first, patched, randomize_encoding, stock, tiny, tokens
 from oracles import context_of, in_pieces, padded, random, turned
 
@@ -648,15 +646,3 @@ def test_the_scaling_stays_that_of_the_hosts_width():
         model.set_attn_implementation(implementation)
         outputs.append(first(model(tokens())))
     assert_close(outputs[1], outputs[0])
-
-
-def test_tokens_aside_are_at_position_0():
-    """ViT's class token is at position 0. Its queries and keys become as wide as those of patches."""
-    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8, image_size=32, patch_size=16)
-    model = randomize_encoding(hf_posenc.patch(tiny("ViTModel", **sizes), "pope"))
-    module = next(module for module in model.modules() if isinstance(vars(module).get("posenc_state"), AttentionState))
-    query, key = random(1, 4, 5, 8).float(), random(1, 4, 5, 8, seed=1).float()
-    context = context_of(model.posenc, torch.arange(4)[None], patches=PatchLayout((1, 0)))
-    expected = rotated(model.posenc, query, key, [[0, 0, 1, 2, 3]])
-    assert_close(list(rotate(module, query, key, context)), list(expected))
-    assert first(model(torch.randn(1, 3, 32, 32))).isfinite().all()

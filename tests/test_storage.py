@@ -16,8 +16,8 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 import hf_posenc
 from conftest import run_python
-from hf_posenc.encodings import Geometry, build, canonical
 from models import BERT, LENGTH, first, stock, tiny, tokens
+from oracles import make
 
 D, ROWS = 32, 40
 
@@ -114,7 +114,7 @@ def test_casts_leave_int8_as_it_is(cast):
 
 def test_a_meta_build_and_moves_keep_the_dtypes():
     with torch.device("meta"):
-        encoding = build(canonical(INT8), Geometry(hidden_size=D, max_length=ROWS))
+        encoding = make("learned", D, max_length=ROWS, storage="int8")
     encoding = encoding.to(torch.bfloat16).to_empty(device="cpu")
     assert [tensor.dtype for tensor in encoding.buffers()] == [torch.int8, torch.float32]
 
@@ -300,12 +300,12 @@ def test_training_goes_on_around_frozen_tables(tmp_path):
 def test_contradicting_options(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = {name: value for name, value in options.items() if name != "type"}
-    for make in (
+    for build in (
         lambda: layer(**{"storage": "float32", **options}),
         lambda: hf_posenc.patch(stock("bert"), "learned", **options),
     ):
         with pytest.raises(ValueError, match=message):
-            make()
+            build()
 
 
 def test_contradictions_with_a_host():

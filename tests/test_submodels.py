@@ -10,7 +10,6 @@ from transformers import AutoModel
 import hf_posenc
 from closeness import assert_apart, assert_equal
 from conftest import run_python
-from hf_posenc.hub.cards import model_card
 from models import VOCABULARY, randomize_encoding, tokens
 from test_composites import PARENTS, READING, SEEING, SIZES, clip, config, image, parent, with_random_values
 from test_remote_code import assert_equal_everywhere, padded, seen_without_the_package
@@ -154,7 +153,7 @@ def test_what_is_saved(name, folders, tmp_path):
         assert report.submodels[path].encoding == encoding == hf_posenc.inspect(model, submodel=path).encoding
         assert all(each.startswith(path) for paths in report.submodels[path].locations.values() for each in paths)
         assert f"{path} " in f"{report} ".replace("\n", " ") and encoding in str(report)
-        card = model_card(model, "me/model")
+        card = hf_posenc.model_card(model, "me/model")
         assert f"- submodel `{path}` (`{encoding}`)" in card and f"` in `{path}." in card
         assert all(f"position encoding `{part}`" in card and f"- {part}\n" in card for part in encoding.split("+"))
 

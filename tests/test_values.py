@@ -167,16 +167,6 @@ def test_an_encoding_of_values_alone(host, own_registry):
     assert_close(first(model(tokens(), attention_mask=MASK))[1, 4:], first(model(tokens()[1:, 4:]))[0])
     none = hf_posenc.patch(stock(host), "none")
     assert_apart(first(none(tokens())), outputs[0][0])
-    context = PositionContext(model.base_model.posenc, torch.arange(5)[None], 0, torch.zeros(1, 1, dtype=torch.long))
-    with dispatch.current(context), pytest.raises(ValueError, match="'flash_attention_2'.*score bias"):
-        dispatch.attend("flash_attention_2", *attended(model))
-
-
-def attended(model):
-    """The arguments of an attention call."""
-    module = next(module for module in model.modules() if isinstance(vars(module).get("posenc_state"), dispatch.AttentionState))
-    states = torch.zeros(1, 4, 5, 8)
-    return module, states, states, states, None
 
 
 @pytest.mark.parametrize("kind", ["shaw+rope", "learned+shaw", "shaw+alibi"])

@@ -22,7 +22,6 @@ import hf_posenc
 import oracles
 from closeness import assert_close, assert_equal
 from hf_posenc import PositionEmbedding
-from hf_posenc.encodings import Geometry, encoding_class, initialize_missing
 from models import LENGTH, first, stock, tokens
 from oracles import random
 
@@ -214,12 +213,6 @@ def test_the_dynamic_length_is_that_of_each_text():
     assert_equal(first(model(ids[:, :LENGTH])), first(plain(ids[:, :LENGTH])))
 
 
-def test_the_trained_length_that_is_written_out():
-    kind, geometry = encoding_class("sinusoidal"), Geometry(8, trained_length=24)
-    for options, length in (({"frequencies": "dynamic"}, 24), ({"frequencies": "dynamic", "trained_length": 7}, 7), ({}, None)):
-        assert kind.with_explicit_defaults(geometry, kind.checked_options(options))["trained_length"] == length
-
-
 @torch.no_grad()
 def test_dynamic_in_a_decoder_goes_by_max_length():
     with pytest.raises(ValueError, match="needs max_length in a decoder"):
@@ -294,15 +287,8 @@ def test_learned_normal_start(std):
 
 @pytest.mark.parametrize("size", [5, 16])
 def test_learned_sinusoidal_start(size):
-    """Loading initializes missing weights this way. Transformers marks the weights from the checkpoint."""
     encoding, expected = make("learned", size, max_length=40, init="sinusoidal"), sinusoids(range(40), size)
     assert encoding.weight.requires_grad and encoding.weight.dtype == torch.float32
-    torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
-    for loaded in (True, False):
-        torch.nn.init.zeros_(encoding.weight)
-        encoding.weight._is_hf_initialized = loaded
-        initialize_missing([encoding])
-        assert bool(encoding.weight.any()) is not loaded
     torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
 
 

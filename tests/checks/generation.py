@@ -1,6 +1,7 @@
 """Other generation modes of Transformers: the logits of each token equal those of forward passes."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from checks.placement import EightBit
 from checks.registry import WRITERS, check, without_windows
 from closeness import assert_close
 from cover import quick, six
-from hf_posenc._compat import takes_argument
 from models import VOCABULARY, patched, tokens
 
 TEXTS = (5, 7)
@@ -36,7 +36,7 @@ def check_choices(it, ids, logits):
     assert_close(it.plain(it.model, ids[:, :-1])[:, -NEW:], logits)
 
 
-PAGED = takes_argument(ContinuousBatchingConfig, "page_size")
+PAGED = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
 """Whether continuous batching has the arguments of Transformers 5.18."""
 
 
