@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import textwrap
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_posenc
 from closeness import assert_close
@@ -196,3 +200,17 @@ def test_a_mask_of_integers(implementation):
     assert_close(first(model(tokens(), attention_mask=torch.zeros(seen.shape).masked_fill(seen == 0, -torch.inf))), expected)
     if implementation == "sdpa":
         assert_close(first(model(tokens(), attention_mask=seen.bool())), expected)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="an attention that compares the name of its implementation with one string takes its other branch"
+)
+@torch.no_grad()
+def test_an_attention_that_compares_its_implementation_with_one_name(monkeypatch):
+    code = textwrap.dedent(inspect.getsource(LlamaAttention.forward))
+    doubled = "hidden_states = hidden_states * (2 if self.config._attn_implementation == 'sdpa' else 1)\n    input_shape ="
+    exec(code.replace("input_shape =", doubled, 1), scope := dict(vars(modeling_llama)))
+    monkeypatch.setattr(LlamaAttention, "forward", scope["forward"])
+    model = stock("llama")
+    expected = first(model(tokens()))
+    assert_close(first(hf_posenc.patch(model, "rope")(tokens())), expected)
