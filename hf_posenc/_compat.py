@@ -81,6 +81,10 @@ WITHOUT_FLOAT64 = ("mps",)
 """The types of devices that have no float64."""
 
 
+def lacks_float64(device: torch.device) -> bool:
+    return device.type in WITHOUT_FLOAT64
+
+
 class InFloat32(TorchFunctionMode):
     """Replaces float64 by float32."""
 

@@ -230,7 +230,7 @@ def test_distill_without_text(launch, tiny, tmp_path):
     assert "no column `text`" in run(launch, tiny, tmp_path / "out", *chosen, fails=True)
     given = ["--model_name_or_path", tiny / "model", "--position_encoding", "alibi", "--output_dir", tmp_path / "out"]
     codes, said = launch("distill", *given, "--validation_file", tiny / "texts.txt")
-    assert codes == [2] and "need --train_file or --dataset_name" in said
+    assert codes == [2] and "needs --train_file or --dataset_name" in said
 
 
 def test_the_demo_embeds_each_text_once(monkeypatch, tokenizer):

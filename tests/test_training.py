@@ -579,6 +579,7 @@ def test_a_mac_trains_on_its_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(f"torch.{each}", lambda: True)
     given = ["--model_name_or_path", "m", "--train_file", "t.txt", "--output_dir", str(tmp_path)]
     arguments = flags.parse(flags.argument_parser(""), given)
+    AcceleratorState._reset_state(reset_partial_state=True)
     try:
         assert flags.start(arguments).device.type == "mps"
     finally:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from hf_posenc import _compat
-from hf_posenc._compat import accelerate_hook, is_in_forward_mode
+from hf_posenc._compat import InFloat32, accelerate_hook, is_in_forward_mode, lacks_float64
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, did_you_mean, names_files, quoted, short_repr
 
@@ -234,8 +233,8 @@ class PositionEncoding(nn.Module):
                     each.to(home) if isinstance(each, Tensor) else each.on(home) if isinstance(each, PositionContext) else each
                     for each in args
                 )
-            narrow = any(isinstance(each, Tensor) and each.device.type in _compat.WITHOUT_FLOAT64 for each in args)
-            with _compat.InFloat32() if narrow else contextlib.nullcontext():
+            narrow = any(isinstance(each, Tensor) and lacks_float64(each.device) for each in args)
+            with InFloat32() if narrow else contextlib.nullcontext():
                 result = getattr(self, verb)(*args)
         finally:
             for module, hook in read:
