@@ -1,29 +1,18 @@
 """The private APIs of the libraries that hf_posenc builds on, one name or function each.
 
-When a new release of one of them breaks hf_posenc, look here first. Private methods of `PreTrainedModel` that subclasses
-override are listed in `OVERRIDDEN`. `nn.Module`'s `_modules` and `_buffers`, which torch's own documentation of hooks and
-state uses, are read where they are needed.
+When a new release of one of them breaks hf_posenc, look here first. Private methods of `PreTrainedModel` are overridden in
+subclasses. `nn.Module`'s `_modules` and `_buffers`, which torch's own documentation of hooks and state uses, are read where
+they are needed.
 """
 
 import importlib.util
-import inspect
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-OVERRIDDEN = (
-    "_init_weights",
-    "_initialize_weights",
-    "_load_pretrained_model",
-    "_prepare_position_ids_for_generation",
-    "_set_gradient_checkpointing",
-    "_upload_modified_files",
-)
-"""Methods of Transformers' models that derived classes override. A test checks that each still exists."""
 
 INITIALIZED = "_is_hf_initialized"
 """Transformers' mark on tensors and modules that need no initial value."""
@@ -46,16 +35,6 @@ def checkpointing() -> str:
 def enable_checkpointing(model: Any, options: dict[str, Any] | None = None) -> None:
     """Turn on activation checkpointing. options: for `torch.utils.checkpoint.checkpoint`."""
     getattr(model, checkpointing())(options)
-
-
-def disable_checkpointing(model: Any) -> None:
-    """Turn off activation checkpointing."""
-    getattr(model, checkpointing().replace("enable", "disable"))()
-
-
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function of another library has an argument."""
-    return name in inspect.signature(function).parameters
 
 
 def is_exporting() -> bool:

@@ -168,11 +168,6 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
         assert (found.double() - right).norm() <= 2 * (other.double() - right).norm()
 
 
-def right_padded(length):
-    """The mask of two texts, the second of which is shorter."""
-    return (torch.arange(length) < torch.tensor([[length], [length - 7]]))[:, None, None].expand(2, 1, length, length)
-
-
 def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry, always):
     base = hf_posenc.list_encodings()["shaw"]
 

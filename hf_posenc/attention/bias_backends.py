@@ -454,8 +454,13 @@ def flex(call: AttentionCall, all_pairs: bool = True) -> Tensor | None:
     groups = heads // key.shape[1]
     if groups & (groups - 1):  # The kernel supports powers of 2.
         key, value, groups = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), 1
-    options = {"score_mod": changed, "block_mask": _block_mask(call), "scale": context.scaling, "enable_gqa": groups > 1}
-    options["kernel_options"] = call.options.get("kernel_options")
+    options: dict[str, Any] = {
+        "score_mod": changed,
+        "block_mask": _block_mask(call),
+        "scale": context.scaling,
+        "enable_gqa": groups > 1,
+        "kernel_options": call.options.get("kernel_options"),
+    }
     if torch.compiler.is_compiling():
         output = flex_attention(query, key, value, **options)
     else:

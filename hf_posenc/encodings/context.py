@@ -316,7 +316,8 @@ class PositionContext:
 def _moved(value: Any, device: torch.device) -> Any:
     """A field of a context with its tensors on a device."""
     if isinstance(value, (PatchLayout, CrossContext)):
-        return replace(value, **{name: each.to(device) for name, each in vars(value).items() if isinstance(each, Tensor)})
+        moved: dict[str, Any] = {name: each.to(device) for name, each in vars(value).items() if isinstance(each, Tensor)}
+        return replace(value, **moved)
     return value.to(device) if isinstance(value, Tensor) else value
 
 
